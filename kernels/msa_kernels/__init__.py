@@ -1,0 +1,1 @@
+"""Flash-MSA: exact attention in which the sparse pattern is applied inside the tiling loop."""

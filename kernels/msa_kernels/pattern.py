@@ -1,0 +1,537 @@
+"""Attention patterns: what a query may attend to, said once.
+
+A pattern is a frozen value. Everything else (tile lists, pair counts, the layout of a sequence
+over ranks, the bytes they exchange) is derived from its rules. Positions are integers counted from
+the start of the sequence, or of the document under ``pattern & Documents(...)``. Patterns are
+causal unless they say otherwise.
+
+Pure Python; see :mod:`msa_kernels.rules` for the form in which patterns are stated and
+:mod:`msa_kernels.blocks` for tile lists.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Literal
+
+from msa_kernels.rules import Part, Rule, any_allows, lower, union_pairs, union_row
+
+
+class PatternError(ValueError):
+    """A pattern that cannot exist. ``path`` is the field, from the pattern's own top."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+        self.problem = problem
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PatternError(name, f"must be an integer, found {value!r}")
+    if value < least:
+        raise PatternError(name, f"must be at least {least}, found {value}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Base of all kinds. Subclasses implement :meth:`rules`."""
+
+    kind: ClassVar[str] = ""
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The pattern as a union of rules."""
+        raise NotImplementedError
+
+    @property
+    def causal(self) -> bool:
+        """No query sees a key after itself."""
+        return all(rule.lo is not None and rule.lo >= 0 for rule in self.rules())
+
+    def allows(self, i: Any, j: Any) -> Any:
+        """Whether query ``i`` sees key ``j``; ints, NumPy arrays or torch tensors alike."""
+        return any_allows(self.rules(), i, j)
+
+    def row(self, i: int, n: int) -> int:
+        """Keys of a sequence of ``n`` tokens that query ``i`` sees, as the bits of an integer."""
+        return union_row(self.rules(), i, n)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Disjoint passes that together compute the pattern, dilated parts folded."""
+        return lower(self.rules())
+
+    def pairs(self, n: int) -> int:
+        """Exact number of attended (query, key) pairs of one head in ``n`` tokens."""
+        return _pairs(self, n)
+
+    def density(self, n: int) -> float:
+        """Attended pairs over those of dense causal attention."""
+        return self.pairs(n) / (n * (n + 1) // 2)
+
+    def for_group(self, group: int) -> Pattern:
+        """The pattern of key/value group ``group``."""
+        del group
+        return self
+
+    def limited(self, window: int) -> Pattern:
+        """This pattern within the last ``window`` tokens (a model's own sliding window)."""
+        _at_least("window", window, 1)
+        return Limited(self, window)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, the same as in the custom resource."""
+        out: dict[str, Any] = {"type": self.kind}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value == f.default and f.name in ("causal", "window"):
+                continue
+            out[f.name] = _plain(value)
+        return out
+
+    def __and__(self, documents: object) -> Documented:
+        if not isinstance(documents, Documents):
+            return NotImplemented
+        return Documented(self, documents)
+
+    def __or__(self, other: object) -> Union:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return Union((self, other))
+
+
+@lru_cache(maxsize=1024)
+def _pairs(pattern: Pattern, n: int) -> int:
+    return union_pairs(pattern.rules(), n)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Pattern):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Dense(Pattern):
+    """Every key up to the query, or every key when ``causal`` is False."""
+
+    kind: ClassVar[str] = "Dense"
+    causal: bool = True  # type: ignore[assignment]  # a field where others derive it
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule(lo=0 if self.causal else None),)
+
+
+@dataclass(frozen=True)
+class Window(Pattern):
+    """``0 <= i - j < window``: the window counts the token itself.
+
+    With ``causal=False`` it reaches as far to both sides: ``|i - j| < window``.
+    """
+
+    kind: ClassVar[str] = "Window"
+    window: int
+    causal: bool = True  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        _at_least("window", self.window, 1)
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule(lo=0 if self.causal else 1 - self.window, hi=self.window),)
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """Every ``rate``-th key back from the query, ``window`` of them or all."""
+
+    kind: ClassVar[str] = "Dilated"
+    rate: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("rate", self.rate, 1)
+        if self.window is not None:
+            _at_least("window", self.window, 1)
+
+    def rules(self) -> tuple[Rule, ...]:
+        hi = None if self.window is None else self.rate * self.window
+        return (Rule(hi=hi, step=self.rate),)
+
+
+@dataclass(frozen=True)
+class Block(Pattern):
+    """Keys up to the query within its own block of ``length`` tokens."""
+
+    kind: ClassVar[str] = "Block"
+    length: int
+
+    def __post_init__(self) -> None:
+        _at_least("length", self.length, 1)
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule(block=self.length),)
+
+
+@dataclass(frozen=True)
+class Columns(Pattern):
+    """The last ``columns`` keys of every ``length``: summary columns of Child et al. 2019."""
+
+    kind: ClassVar[str] = "Columns"
+    length: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        _at_least("length", self.length, 1)
+        _at_least("columns", self.columns, 1)
+        if self.columns > self.length:
+            raise PatternError("columns", f"must be at most length {self.length}")
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule(columns=(self.length, self.columns)),)
+
+
+@dataclass(frozen=True)
+class SinkWindow(Pattern):
+    """A window, and the first ``sinks`` tokens, which every later query keeps."""
+
+    kind: ClassVar[str] = "SinkWindow"
+    window: int
+    sinks: int
+
+    def __post_init__(self) -> None:
+        _at_least("window", self.window, 1)
+        _at_least("sinks", self.sinks, 0)
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule(hi=self.window), Rule(lo=self.window, sinks=self.sinks))
+
+
+@dataclass(frozen=True)
+class BlockList(Pattern):
+    """Explicit key blocks for each query block: ``rows[q]`` lists them, ascending.
+
+    Both sides use blocks of ``block`` tokens; inside a listed block causality still holds unless
+    ``causal`` is False. Queries beyond the last row see nothing.
+    """
+
+    kind: ClassVar[str] = "BlockList"
+    block: int
+    rows: tuple[tuple[int, ...], ...]
+    causal: bool = True  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        _at_least("block", self.block, 1)
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        for q, row in enumerate(self.rows):
+            for at, k in enumerate(row):
+                _at_least(f"rows[{q}][{at}]", k, 0)
+                if at and k <= row[at - 1]:
+                    raise PatternError(
+                        f"rows[{q}]",
+                        f"must ascend without repeats, found {row[at - 1]} before {k}",
+                    )
+                if self.causal and k > q:
+                    raise PatternError(
+                        f"rows[{q}][{at}]",
+                        f"key block {k} lies after query block {q}; "
+                        "list blocks up to the query's own, or set causal: false",
+                    )
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule(lo=0 if self.causal else None, table=(self.block, self.rows)),)
+
+
+@dataclass(frozen=True)
+class BlockTopK(Pattern):
+    """The ``topk`` key blocks of size ``block`` that an index head scores highest.
+
+    Which blocks they are is known at run time only: it has bounds, not rules. Once selected,
+    the selection is a :class:`BlockList`.
+    """
+
+    kind: ClassVar[str] = "BlockTopK"
+    block: int
+    topk: int
+
+    def __post_init__(self) -> None:
+        _at_least("block", self.block, 1)
+        _at_least("topk", self.topk, 1)
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    def rules(self) -> tuple[Rule, ...]:
+        raise PatternError(
+            "type",
+            "BlockTopK is selected at run time and has no fixed rules; "
+            "use pairs_bound, or the BlockList that a selection yields",
+        )
+
+    def pairs_bound(self, n: int) -> int:
+        """Most pairs that any selection can attend: its own block and ``topk - 1`` whole ones."""
+        full, rest = divmod(n, self.block)
+        total = 0
+        for q in range(full + (rest > 0)):
+            rows = self.block if q < full else rest
+            total += rows * min(q, self.topk - 1) * self.block + rows * (rows + 1) // 2
+        return total
+
+
+@dataclass(frozen=True)
+class Union(Pattern):
+    """A key is seen when any part sees it; a pair that two parts share counts once."""
+
+    kind: ClassVar[str] = "Union"
+    members: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(self.members))
+        if not self.members:
+            raise PatternError("members", "must name at least one pattern")
+        for at, member in enumerate(self.members):
+            if isinstance(member, PerHead | Documented | BlockTopK):
+                raise PatternError(
+                    f"members[{at}]",
+                    f"a {member.kind} cannot be inside a Union; put the Union inside it instead",
+                )
+
+    def rules(self) -> tuple[Rule, ...]:
+        return tuple(rule for member in self.members for rule in member.rules())
+
+
+@dataclass(frozen=True)
+class PerHead(Pattern):
+    """Key/value group ``g`` uses ``members[g % len(members)]``.
+
+    Interleaved, so that tensor and Ulysses ranks get the same mix. Never inside a group: all
+    query heads that share a key/value head share its pattern.
+    """
+
+    kind: ClassVar[str] = "PerHead"
+    members: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(self.members))
+        if not self.members:
+            raise PatternError("members", "must name at least one pattern")
+        for at, member in enumerate(self.members):
+            if isinstance(member, PerHead | Documented):
+                raise PatternError(f"members[{at}]", f"a {member.kind} cannot be inside PerHead")
+
+    @property
+    def causal(self) -> bool:
+        return all(member.causal for member in self.members)
+
+    def rules(self) -> tuple[Rule, ...]:
+        raise PatternError("type", "PerHead differs by head: ask for_group(g) first")
+
+    def pairs(self, n: int) -> int:
+        raise PatternError("type", "PerHead differs by head: ask for_group(g).pairs(n)")
+
+    def density(self, n: int) -> float:
+        return sum(m.density(n) for m in self.members) / len(self.members)
+
+    def for_group(self, group: int) -> Pattern:
+        return self.members[group % len(self.members)]
+
+    def limited(self, window: int) -> PerHead:
+        return PerHead(tuple(member.limited(window) for member in self.members))
+
+
+@dataclass(frozen=True)
+class Limited(Pattern):
+    """``pattern`` within the last ``window`` tokens."""
+
+    kind: ClassVar[str] = "Limited"
+    pattern: Pattern
+    window: int
+
+    def rules(self) -> tuple[Rule, ...]:
+        rules = (rule.limited(self.window) for rule in self.pattern.rules())
+        return tuple(rule for rule in rules if not rule.empty)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Lengths of the documents packed into one sequence, in order."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        for at, length in enumerate(self.lengths):
+            _at_least(f"lengths[{at}]", length, 1)
+
+    @classmethod
+    def from_ids(cls, ids: Sequence[int]) -> Documents:
+        """From one id per token; a change of id starts a new document."""
+        return cls(tuple(len(list(run)) for _, run in itertools.groupby(ids)))
+
+    @classmethod
+    def from_bounds(cls, bounds: Sequence[int]) -> Documents:
+        """From cumulative bounds ``0 = b[0] < b[1] < ...`` (``cu_seqlens``)."""
+        if not bounds or bounds[0] != 0:
+            raise PatternError("bounds", f"must start at 0, found {list(bounds[:1])}")
+        return cls(tuple(b - a for a, b in itertools.pairwise(bounds) if b != a))
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """``0``, then the end of each document."""
+        return (0, *itertools.accumulate(self.lengths))
+
+    @property
+    def total(self) -> int:
+        return self.bounds[-1]
+
+    def start(self, i: Any) -> Any:
+        """Start of the document of position ``i``, by comparisons only."""
+        start = i * 0
+        for length, end in zip(self.lengths[:-1], self.bounds[1:], strict=False):
+            start = start + length * (i >= end)
+        return start
+
+
+@dataclass(frozen=True)
+class Documented(Pattern):
+    """``pattern`` inside every document of a packed sequence, and nothing across."""
+
+    kind: ClassVar[str] = "Documented"
+    pattern: Pattern
+    documents: Documents
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, Documented):
+            raise PatternError("pattern", "documents are given already")
+
+    @property
+    def causal(self) -> bool:
+        return self.pattern.causal
+
+    def rules(self) -> tuple[Rule, ...]:
+        raise PatternError("type", "positions restart in each document: use .pattern.rules()")
+
+    def allows(self, i: Any, j: Any) -> Any:
+        at, to = self.documents.start(i), self.documents.start(j)
+        inside = (i < self.documents.total) & (j < self.documents.total) & (j >= 0)
+        return self.pattern.allows(i - at, j - at) & (at == to) & inside
+
+    def row(self, i: int, n: int) -> int:
+        self._check(n)
+        doc = bisect.bisect_right(self.documents.bounds, i) - 1
+        start = self.documents.bounds[doc]
+        return self.pattern.row(i - start, self.documents.lengths[doc]) << start
+
+    def pairs(self, n: int) -> int:
+        self._check(n)
+        return sum(self.pattern.pairs(length) for length in self.documents.lengths)
+
+    def for_group(self, group: int) -> Documented:
+        return Documented(self.pattern.for_group(group), self.documents)
+
+    def to_dict(self) -> dict[str, Any]:
+        raise PatternError("", "documents belong to a batch, not to a pattern's description")
+
+    def _check(self, n: int) -> None:
+        if n != self.documents.total:
+            raise PatternError(
+                "documents", f"hold {self.documents.total} tokens, the sequence has {n}"
+            )
+
+
+Heads = Literal["split", "union"]
+
+
+def Strided(length: int, heads: Heads = "split") -> Pattern:
+    """Window(l) and Dilated(l) (Child et al. 2019): on alternating groups, or both everywhere."""
+    return _pair(Window(length), Dilated(length), heads)
+
+
+def Fixed(length: int, columns: int, heads: Heads = "split") -> Pattern:
+    """Block(l) and Columns(l, c) (Child et al. 2019): on alternating groups, or both everywhere."""
+    return _pair(Block(length), Columns(length, columns), heads)
+
+
+def _pair(a: Pattern, b: Pattern, heads: Heads) -> Pattern:
+    if heads == "union":
+        return Union((a, b))
+    if heads == "split":
+        return PerHead((a, b))
+    raise PatternError("heads", f"must be split or union, found {heads!r}")
+
+
+KINDS: dict[str, type[Pattern]] = {
+    kind.kind: kind
+    for kind in (
+        Dense, Window, Dilated, Block, Columns, SinkWindow, BlockList, BlockTopK, Union, PerHead,
+        Limited,
+    )
+}  # fmt: skip
+SHORTHANDS = {"Strided": Strided, "Fixed": Fixed}
+
+
+def from_dict(raw: object, path: str = "") -> Pattern:
+    """Read :meth:`Pattern.to_dict` back, or the same mapping from a job file.
+
+    Raises :class:`PatternError` whose ``path`` leads to the offending field.
+    """
+    if not isinstance(raw, Mapping):
+        raise PatternError(path, f"must be a mapping with a type, found {raw!r}")
+    name = raw.get("type")
+    build = KINDS.get(str(name)) or SHORTHANDS.get(str(name))
+    if build is None:
+        known = ", ".join(sorted((*KINDS.keys() - {"Limited"}, *SHORTHANDS)))
+        raise PatternError(_join(path, "type"), f"found {name!r}, allowed: {known}")
+    known_fields = _FIELDS[str(name)]
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key == "type":
+            continue
+        if key not in known_fields:
+            raise PatternError(
+                _join(path, str(key)),
+                f"{name} has no such field; it has {', '.join(known_fields)}",
+            )
+        values[key] = _read(key, value, _join(path, key))
+    for key, required in known_fields.items():
+        if required and key not in values:
+            raise PatternError(_join(path, key), f"{name} needs it")
+    try:
+        return build(**values)
+    except PatternError as error:
+        raise PatternError(_join(path, error.path), error.problem) from None
+
+
+def _read(key: str, value: Any, path: str) -> Any:
+    if key == "members":
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise PatternError(path, f"must be a list of patterns, found {value!r}")
+        return tuple(from_dict(v, f"{path}[{n}]") for n, v in enumerate(value))
+    if key == "pattern":
+        return from_dict(value, path)
+    if key == "rows":
+        if not isinstance(value, Sequence) or not all(isinstance(r, Sequence) for r in value):
+            raise PatternError(path, f"must be a list of lists of block numbers, found {value!r}")
+        return tuple(tuple(row) for row in value)
+    if key == "causal" and not isinstance(value, bool):
+        raise PatternError(path, f"must be true or false, found {value!r}")
+    return value
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+_FIELDS: dict[str, dict[str, bool]] = {
+    name: {f.name: f.name not in ("causal",) and (name, f.name) != ("Dilated", "window")
+           for f in fields(kind)}
+    for name, kind in KINDS.items()
+} | {
+    "Strided": {"length": True, "heads": False},
+    "Fixed": {"length": True, "columns": True, "heads": False},
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a worker runs: data, model, training loop, checkpoints and context parallelism."""
