@@ -448,12 +448,12 @@ Heads = Literal["split", "union"]
 
 
 def Strided(length: int, heads: Heads = "split") -> Pattern:
-    """Window(l) and Dilated(l) (Child et al. 2019): on alternating groups, or both everywhere."""
+    """Window(l) and Dilated(l) (Child et al. 2019): on alternating groups, or on every one."""
     return _pair(Window(length), Dilated(length), heads)
 
 
 def Fixed(length: int, columns: int, heads: Heads = "split") -> Pattern:
-    """Block(l) and Columns(l, c) (Child et al. 2019): on alternating groups, or both everywhere."""
+    """Block(l) and Columns(l, c) (Child et al. 2019): on alternating groups, or on every one."""
     return _pair(Block(length), Columns(length, columns), heads)
 
 

@@ -174,7 +174,7 @@ class Part:
     def allows(self, i: Any, j: Any) -> Any:
         ok = any_allows(self.rules, i, j)
         for rule in self.minus:
-            ok = ok & (rule.allows(i, j) == False)
+            ok = ok & (rule.allows(i, j) ^ True)
         return ok
 
 
