@@ -1,0 +1,296 @@
+"""Plans: a pattern laid on the rows of real tensors, ready for a kernel that knows no patterns.
+
+A pattern is lowered to disjoint parts; :func:`plan` gives each part the layout that its kernel
+sees (:class:`PartPlan`): which rows exist, at which positions of which document, and, for a folded
+part, how rows are brought together. Everything here is host arithmetic; tile lists and device
+tensors are made when first asked for and kept with the plan.
+
+:class:`TileKernel` is the whole contract between the engine and an implementation of attention.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from msa_kernels.blocks import Runs, TileLists, build
+from msa_kernels.pattern import Pattern
+from msa_kernels.rules import Part
+
+Align = Literal["bottom-right", "top-left"]
+T = TypeVar("T")
+
+PLANS_KEPT = 32
+"""Plans remembered per process: enough for every pattern of a model with the documents of a few
+batches in flight; an evicted plan takes its lists and device tensors with it."""
+
+
+@dataclass(frozen=True)
+class TokenMaps:
+    """Where every row sits, on one device. int32 each; document -1 marks a row in no run."""
+
+    q_position: torch.Tensor
+    q_document: torch.Tensor
+    k_position: torch.Tensor
+    k_document: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PartPlan:
+    """One part of a pattern over the rows of one call, in the part's own coordinates.
+
+    A kernel is given tensors whose sequence dimension is ``queries.rows`` (``keys.rows``) long.
+    A query row sees a key row when both are of the same document (not -1) and
+    ``part.allows(query position, key position)``.
+    """
+
+    part: Part
+    queries: Runs
+    keys: Runs
+    q_order: NDArray[np.int64] | None = None
+    """Set when the fold is a permutation: row ``n`` here is row ``q_order[n]`` of the caller's
+    tensor. None when rows stay in place (``part.fold == 1``) or the fold is a view in which
+    residues become heads: (B, S, H, D) seen as (B, S/fold, fold*H, D)."""
+    k_order: NDArray[np.int64] | None = None
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def folds_as_view(self) -> bool:
+        return self.part.fold > 1 and self.q_order is None
+
+    @property
+    def simple(self) -> bool:
+        """Positions are row number plus ``q_start`` or ``k_start`` and there is one document:
+        a kernel needs no token maps."""
+        return (
+            _simple(self.queries)
+            and _simple(self.keys)
+            and int(self.queries.document[0]) == int(self.keys.document[0])
+        )
+
+    @property
+    def q_start(self) -> int:
+        """Position of the first query row of a simple plan."""
+        return int(self.queries.position[0])
+
+    @property
+    def k_start(self) -> int:
+        """Position of the first key row of a simple plan."""
+        return int(self.keys.position[0])
+
+    def tiles(self, block_q: int, block_k: int) -> TileLists:
+        """Tile lists for these tile sizes; ``.transposed`` of it serves the dK/dV pass."""
+        return self.kept(
+            ("tiles", block_q, block_k),
+            lambda: build(self.part, self.queries, self.keys, block_q, block_k),
+        )
+
+    def maps(self, device: torch.device) -> TokenMaps:
+        """Position and document of every row, on ``device``."""
+
+        def make() -> TokenMaps:
+            host = (*self.queries.token_maps(), *self.keys.token_maps())
+            return TokenMaps(*(torch.from_numpy(m).to(device) for m in host))
+
+        return self.kept(("maps", device), make)
+
+    def order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``q_order`` and ``k_order`` as int64 tensors, None when rows stay in place."""
+        if self.q_order is None or self.k_order is None:
+            return None
+        q, k = self.q_order, self.k_order
+        return self.kept(
+            ("order", device),
+            lambda: (torch.from_numpy(q).to(device), torch.from_numpy(k).to(device)),
+        )
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, once: what an implementation derives from a plan lives as long as it."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = make()
+            return self._kept[key]
+
+
+class TileKernel(Protocol):
+    """Attention over the tiles of one part; knows positions, documents and nothing of patterns.
+
+    Shapes: q, out, dout (B, Sq, Hq, D); k, v (B, Sk, Hkv, D) with Hq a multiple of Hkv and query
+    head h reading key/value head h // (Hq // Hkv); lse and delta (B, Hq, Sq) fp32. Inputs may be
+    views of any strides with a contiguous last dimension. All batch rows share the plan.
+    """
+
+    name: str
+
+    def refuses(self, request: Request) -> str | None:
+        """None when this kernel serves the request, else the reason in one sentence."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Output in ``out_dtype`` and natural-log LSE; a row without keys gives 0 and -inf."""
+        ...
+
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+        lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
+        grad_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """dQ, dK, dV in ``grad_dtype``, accumulated in fp32.
+
+        ``lse`` and ``delta`` are those of the whole softmax, of which this part may be a piece
+        (other parts, other ranks). P = exp(scale q.k - lse), 0 where lse is -inf;
+        dS = P * (dout.v - delta).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call asks for: everything that an implementation may refuse."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    q_rows: int
+    k_rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    pattern: Pattern
+    plain: bool
+    """One document per batch row, its queries and keys starting at position 0."""
+    needs_grad: bool
+    return_lse: bool
+    deterministic: bool
+    """``torch.use_deterministic_algorithms`` is on."""
+
+
+def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
+    """One plan per disjoint part of ``pattern`` (of one head group), from a bounded cache.
+
+    ``queries`` and ``keys`` say where the rows of the caller's tensors sit: :func:`whole`,
+    :func:`packed` and :func:`varlen` make them for the usual cases; a rank of a context-parallel
+    group gives the runs that it holds. Raises :class:`msa_kernels.pattern.PatternError` for
+    patterns without fixed rules (BlockTopK, PerHead).
+    """
+    key = (pattern, _content(queries), _content(keys))
+    with _lock:
+        if key in _plans:
+            _plans.move_to_end(key)
+            return _plans[key]
+    made = tuple(_part_plan(part, queries, keys) for part in pattern.parts())
+    with _lock:
+        _plans[key] = made
+        while len(_plans) > PLANS_KEPT:
+            _plans.popitem(last=False)
+    return made
+
+
+_plans: OrderedDict[Hashable, tuple[PartPlan, ...]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def whole(q_rows: int, k_rows: int, align: Align = "bottom-right") -> tuple[Runs, Runs]:
+    """One document. Bottom-right alignment puts the last query on the last key's position."""
+    offset = k_rows - q_rows if align == "bottom-right" else 0
+    return Runs.whole(q_rows, offset), Runs.whole(k_rows)
+
+
+def packed(ids: NDArray[np.integer]) -> Runs:
+    """Documents of a batch of packed rows, seen as one sequence of B * S rows.
+
+    ``ids`` (B, S): a change of id, or of batch row, starts a new document.
+    """
+    starts = np.ones(ids.shape, bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    begin = np.flatnonzero(starts.reshape(-1))
+    return Runs.documents(np.diff(begin, append=ids.size))
+
+
+def varlen(
+    q_bounds: NDArray[np.integer], k_bounds: NDArray[np.integer], align: Align = "bottom-right"
+) -> tuple[Runs, Runs]:
+    """Sequences with their own query and key lengths, from cumulative bounds (``cu_seqlens``).
+
+    Both (sequences + 1,), starting at 0. Sequences may be empty on either side.
+    """
+    q_length, k_length = np.diff(q_bounds).astype(np.int64), np.diff(k_bounds).astype(np.int64)
+    document = np.arange(len(q_length))
+    offset = k_length - q_length if align == "bottom-right" else np.zeros_like(q_length)
+    has_q, has_k = q_length > 0, k_length > 0
+    queries = Runs(
+        q_bounds[:-1][has_q].astype(np.int64), q_length[has_q], offset[has_q], document[has_q],
+        int(q_bounds[-1]),
+    )  # fmt: skip
+    keys = Runs(
+        k_bounds[:-1][has_k].astype(np.int64), k_length[has_k], np.zeros_like(k_length[has_k]),
+        document[has_k], int(k_bounds[-1]),
+    )  # fmt: skip
+    return queries, keys
+
+
+def _content(runs: Runs) -> Hashable:
+    arrays = (runs.begin, runs.length, runs.position, runs.document)
+    return (runs.rows, *(a.tobytes() for a in arrays))
+
+
+def _simple(runs: Runs) -> bool:
+    return len(runs.begin) == 1 and int(runs.length[0]) == runs.rows
+
+
+def _part_plan(part: Part, queries: Runs, keys: Runs) -> PartPlan:
+    fold = part.fold
+    if fold == 1:
+        return PartPlan(part, queries, keys)
+    if _even(queries, fold) and _even(keys, fold):
+        return PartPlan(part, _shrunk(queries, fold), _shrunk(keys, fold))
+    q_order, folded_queries = _permuted(queries, fold)
+    k_order, folded_keys = _permuted(keys, fold)
+    return PartPlan(part, folded_queries, folded_keys, q_order, k_order)
+
+
+def _even(runs: Runs, fold: int) -> bool:
+    """Every run starts and ends at a multiple of ``fold``, in rows and in positions."""
+    columns = (runs.begin, runs.length, runs.position)
+    return runs.rows % fold == 0 and not any((c % fold).any() for c in columns)
+
+
+def _shrunk(runs: Runs, fold: int) -> Runs:
+    return Runs(
+        runs.begin // fold, runs.length // fold, runs.position // fold, runs.document,
+        runs.rows // fold,
+    )  # fmt: skip
+
+
+def _permuted(runs: Runs, fold: int) -> tuple[NDArray[np.int64], Runs]:
+    """Rows ordered by (document, residue, run): each residue class becomes a document of its own.
+
+    Rows in no run come last, so that the order is a permutation of all rows.
+    """
+    residue = np.arange(fold)[None, :]
+    skip = (residue - runs.position[:, None]) % fold
+    count = np.maximum(0, -((skip - runs.length[:, None]) // fold))
+    document = runs.document[:, None] * fold + residue
+    first_row = runs.begin[:, None] + skip
+    position = (runs.position[:, None] + skip) // fold
+    keep = np.flatnonzero(count.reshape(-1))
+    keep = keep[np.argsort(document.reshape(-1)[keep], kind="stable")]
+    count, first_row = count.reshape(-1)[keep], first_row.reshape(-1)[keep]
+    begin = np.cumsum(count) - count
+    run = np.repeat(np.arange(len(count)), count)
+    order = first_row[run] + (np.arange(len(run)) - begin[run]) * fold
+    outside = np.ones(runs.rows, bool)
+    outside[order] = False
+    folded = Runs(begin, count, position.reshape(-1)[keep], document.reshape(-1)[keep], runs.rows)
+    return np.concatenate([order, np.flatnonzero(outside)]), folded
