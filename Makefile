@@ -1,0 +1,93 @@
+# Everything a person or CI runs here. `make` alone explains the targets.
+#
+# The environment is .venv, made from requirements/dev.lock by the uv that the same lock pins.
+# It is built once, checked by time stamps, and synced again when the lock changes. Nothing is
+# resolved or downloaded outside the lock: the build backend, node for pyright and uv are in it.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/dev.lock
+JOB ?= manifests/samples/stdlib-4k.yaml
+ARGS ?=
+PYTEST_ARGS ?=
+
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# A missing interpreter is an error with a name, not a download.
+export UV_PYTHON_DOWNLOADS := never
+# The CUDA wheels are large; the default of 30 seconds without data is short for them.
+export UV_HTTP_TIMEOUT ?= 180
+# Otherwise pyright asks the package index for a newer version of itself on every run.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help setup demo test lint format bench crd lock hooks clean
+
+help: ## Explain the targets
+	@printf 'Flash-MSA Operator\n\n'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@printf '\nTo use the msa command in this shell: . %s/activate\n' '$(BIN)'
+	@printf 'Another job file: make demo JOB=my-job.yaml ARGS="--set training.maxSteps=20"\n'
+	@printf 'One test file:    .venv/bin/pytest tests/test_house.py\n'
+
+setup: $(VENV)/.installed ## Create or update the environment in .venv
+	@echo 'Ready. To use the msa command in this shell: . $(BIN)/activate'
+
+demo: $(VENV)/.installed ## Train a small model at context length 4096 on this machine
+	$(BIN)/msa run $(JOB) $(ARGS)
+
+test: lint ## Run the linters, then every test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed ## Style, types, import rules, and whether the generated CRDs are current
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m msa_operator.crd --check
+
+format: $(VENV)/.installed ## Format the code and fix what can be fixed by itself
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.installed ## Run every benchmark and record its result in benchmarks/results
+	@set -e; for script in benchmarks/bench_*.py; do \
+	    echo "$$script"; $(BIN)/python "$$script" $(ARGS); \
+	done
+
+crd: $(VENV)/.installed ## Generate manifests/crds from the types in msa_operator.api
+	$(BIN)/python -m msa_operator.crd
+
+# Existing pins are kept; `make lock ARGS=--upgrade` moves them.
+PIN := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+       --no-emit-index-url --no-header $(ARGS) pyproject.toml
+lock: $(BIN)/uv ## Pin the dependencies of pyproject.toml again
+	$(BIN)/$(PIN) --extra train --extra dev --output-file $(LOCK)
+	$(BIN)/$(PIN) --constraints $(LOCK) --output-file requirements/operator.lock
+
+hooks: $(VENV)/.installed ## Run the linters before every commit in this checkout
+	$(BIN)/pre-commit install
+
+clean: ## Remove the environment and every cache; runs/ is kept
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/uv:
+	@set -e; \
+	python=$$(sh requirements/find-python.sh \
+	    $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)); \
+	echo "Creating $(VENV) with $$python"; \
+	"$$python" -m venv $(VENV); \
+	awk '/^[^ #]/ {keep = /^uv==/} keep' $(LOCK) > $(VENV)/uv.lock; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --require-hashes --only-binary :all: --requirement $(VENV)/uv.lock
+
+$(VENV)/.synced: $(LOCK) | $(BIN)/uv
+	$(BIN)/uv pip sync --require-hashes $(LOCK)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.synced pyproject.toml
+	$(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
