@@ -1,0 +1,133 @@
+"""What a person sees while a run goes on, and when it ends.
+
+On a terminal a live line; elsewhere (a log file, CI) a plain line now and then, so that a run of a
+thousand steps is some twenty lines, not a thousand.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from msa_workloads.runspec import RunSpec
+
+PLAIN_LINES = 20
+"""Lines that a whole run prints where there is no terminal."""
+
+PLAIN_SECONDS = 60.0
+"""A line is printed at least this often there, so that a slow run is seen to be alive."""
+
+RECENT_STEPS = 20
+"""Steps over which the rate behind the ETA is averaged."""
+
+
+class Display:
+    """A sink that shows rows; use it as a context manager."""
+
+    def __init__(self, console: Console, spec: RunSpec) -> None:
+        self._console = console
+        self._steps = spec.training.max_steps
+        self._recent: list[dict[str, Any]] = []
+        self._last_line = 0.0
+        self._task: Any = None
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[shown]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        self._task = self._progress.add_task("train", total=self._steps, shown="starting")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        self._progress.console.print(text, highlight=False, markup=False)
+
+    def begin(self, rows: list[dict[str, Any]], plan: dict[str, Any]) -> None:
+        del plan
+        self._recent = []
+        at = rows[-1]["step"] if rows else 0
+        if at:
+            self.say(f"resumed from the checkpoint of step {at}")
+        self._progress.update(self._task, completed=at)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._recent = [*self._recent[1 - RECENT_STEPS :], row]
+        shown = self._line(row)
+        self._progress.update(self._task, completed=row["step"], shown=shown)
+        if held := row.get("held_out"):
+            self.say(f"step {row['step']}: held-out {held['bits_per_byte']:.3f} bits per byte")
+        if not self._console.is_terminal and self._is_time_for_line(row["step"]):
+            self.say(f"step {row['step']}/{self._steps}  {shown}")
+            self._last_line = time.monotonic()
+
+    def _is_time_for_line(self, step: int) -> bool:
+        every = max(1, self._steps // PLAIN_LINES)
+        overdue = time.monotonic() - self._last_line > PLAIN_SECONDS
+        return step % every == 0 or step in (1, self._steps) or overdue
+
+    def _line(self, row: dict[str, Any]) -> str:
+        seconds = sum(r["seconds"] for r in self._recent) / len(self._recent)
+        rate = sum(r["tokens_per_second"] * r["seconds"] for r in self._recent) / (
+            seconds * len(self._recent)
+        )
+        left = seconds * (self._steps - row["step"])
+        return f"loss {row['loss']:.4f}  {rate:,.0f} tokens/s  ETA {clock(left)}"
+
+
+def clock(seconds: float) -> str:
+    """``m:ss``, or ``h:mm:ss`` from an hour on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def print_summary(console: Console, summary: dict[str, Any]) -> None:
+    """The end of a run, as a table."""
+    table = Table(title=f"{summary['name']}: finished", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, value in summary_lines(summary):
+        table.add_row(label, value)
+    console.print(table, highlight=False)
+
+
+def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of each line that terminal and report share."""
+    losses, speed = summary["loss"], summary["speed"]
+    lines = [
+        ("steps", f"{summary['steps']} ({summary['samples']} sequences)"),
+        ("loss", f"{losses['first']:.4f} at first, {losses['last']:.4f} at last (nats per token)"),
+    ]
+    held, order1 = summary["held_out"], summary["order1"]
+    if held:
+        text = f"{held['bits_per_byte']:.4f} bits per byte on {held['predicted']:,} {held['unit']}"
+        lines.append(("held out", text))
+    else:
+        lines.append(("held out", "nothing: the data is a single document, or evaluation is off"))
+    if order1:
+        lines.append(("order-1 byte model", f"{order1['bits_per_byte']:.4f} bits per byte"))
+    content = summary["data"]
+    lines += [
+        ("data", f"{content['source']}, {content['objects']:,} objects, {content['bytes']:,} bytes"),
+        ("content hash", content["sha256"]),
+        ("attention", "; ".join(summary["attention"]) or "not recorded"),
+        ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),
+        ("time", f"{clock(summary['wall_seconds'])} in all, {clock(speed['seconds'])} in steps"),
+        ("restarts", str(summary["restarts"])),
+        ("checkpoint", f"step {summary['last_checkpoint_step']} in {summary['checkpoint_uri']}"),
+        ("report", summary["files"]["report"]),
+    ]
+    return lines

@@ -1,0 +1,42 @@
+"""Logs: one file per rank in the run's folder, and tracebacks short enough to read."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from pathlib import Path
+
+FRAMES = 6
+"""Innermost frames of a traceback that are shown; the whole one is in the rank's log."""
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def log_path(output: Path, rank: int) -> Path:
+    """The log of one rank."""
+    return output / "logs" / f"rank-{rank}.log"
+
+
+def log_to_file(output: Path, rank: int) -> Path:
+    """Append this process's log records, from INFO up, to its rank's file; returns the file."""
+    path = log_path(output, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(min(root.level or logging.INFO, logging.INFO))
+    return path
+
+
+def short_traceback(error: BaseException) -> str:
+    """The innermost :data:`FRAMES` frames and the message, as Python prints them."""
+    summary = traceback.extract_tb(error.__traceback__)
+    shown = summary[-FRAMES:]
+    left_out = len(summary) - len(shown)
+    head = "Traceback (most recent call last):\n"
+    if left_out:
+        head += f"  ... {left_out} outer frames\n"
+    return head + "".join(
+        [*traceback.format_list(shown), *traceback.format_exception_only(error)]
+    ).rstrip()

@@ -1,0 +1,172 @@
+"""The model: a Hugging Face causal language model whose attention is Flash-MSA.
+
+Weights depend on the seed and on each module's name only: one rank or many, sharded or not, the
+same run starts from the same numbers. The model is built on the meta device and made real layer
+by layer, so that no rank ever holds more than one unsharded layer beside its shards.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from msa_kernels.pattern import Dense, Pattern, PatternError, from_dict
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from msa_workloads.data import Batch
+from msa_workloads.loss import chunked_linear_loss, summed_loss, token_losses
+from msa_workloads.parallel.fsdp import shard_module, sum_gradients
+from msa_workloads.parallel.mesh import UnsupportedError
+from msa_workloads.permutation import key
+from msa_workloads.runspec import AttentionSpec, RunSpec
+
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config fields by which a model changes its logits; the chunked loss would leave them out."""
+
+
+class LanguageModel(nn.Module):
+    """A causal language model that returns losses, so that logits need never be whole."""
+
+    def __init__(self, model: Any, loss_chunk: int) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_chunk = loss_chunk
+        if loss_chunk:
+            for name in LOGIT_TRANSFORMS:
+                if getattr(model.config, name, None) not in (None, 1, 1.0):
+                    raise UnsupportedError(
+                        f"memory.loss_chunk: this model sets {name}, which the chunked loss does "
+                        "not apply; use loss_chunk: 0"
+                    )
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.model.base_model.layers
+
+    def forward(self, batch: Batch, *, per_token: bool = False) -> torch.Tensor:
+        """Summed cross-entropy of a batch, a scalar; with ``per_token`` nats of shape (B, S)."""
+        extra = {"msa_document_ids": batch.documents, "use_cache": False}
+        if self._loss_chunk and not per_token:
+            hidden = self.model.base_model(
+                input_ids=batch.tokens, position_ids=batch.positions, **extra
+            ).last_hidden_state
+            head = self.model.get_output_embeddings()
+            return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk)
+        logits = self.model(
+            input_ids=batch.tokens, position_ids=batch.positions, **extra
+        ).logits
+        return (token_losses if per_token else summed_loss)(logits, batch.labels)
+
+
+def layer_patterns(attention: AttentionSpec, layers: int) -> list[Pattern]:
+    """One pattern per layer; raises :class:`UnsupportedError` for a layer that does not exist."""
+    try:
+        pattern = from_dict(attention.pattern)
+    except PatternError as error:
+        raise UnsupportedError(f"attention.pattern.{error}") from None
+    for layer in attention.dense_layers:
+        if not 0 <= layer < layers:
+            raise UnsupportedError(
+                f"attention.dense_layers: found {layer}, allowed: 0 to {layers - 1} "
+                f"(the model has {layers} layers)"
+            )
+    return [Dense() if n in attention.dense_layers else pattern for n in range(layers)]
+
+
+def build_model(
+    spec: RunSpec, vocabulary: int, mesh: DeviceMesh | None, device: torch.device
+) -> LanguageModel:
+    """The model of a RunSpec on ``device``, sharded over ``mesh`` when one is given."""
+    from msa_kernels import hf
+
+    hf.register()
+    config = _config(spec, vocabulary)
+    if spec.model.source is None:
+        with torch.device("meta"):
+            inner = _causal_lm().from_config(
+                config, attn_implementation="msa", dtype=torch.float32
+            )
+    else:
+        inner = _causal_lm().from_pretrained(
+            spec.model.source.removeprefix("hf://"), config=config, dtype=torch.float32,
+            attn_implementation="msa",
+        )  # fmt: skip
+    patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
+    hf.set_patterns(inner, patterns, backend=spec.attention.backend)
+    if spec.memory.checkpointing == "full":
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    model = LanguageModel(inner, spec.memory.loss_chunk)
+    model.train()
+    for name, layer in model.named_modules():
+        if any(layer is known for known in model.layers):
+            _make_real(inner, layer, name, spec.training.seed)
+            if mesh is not None:
+                shard_module(layer, mesh, spec.training.precision)
+    _make_real(inner, model, "", spec.training.seed)
+    if mesh is not None:
+        shard_module(model, mesh, spec.training.precision)
+        sum_gradients(model.modules())
+    return model.to(device)
+
+
+def _causal_lm() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM
+
+
+def _config(spec: RunSpec, vocabulary: int) -> Any:
+    from transformers import AutoConfig
+
+    fields = dict(spec.model.config)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise UnsupportedError("model.config.model_type: missing; for example llama")
+    fields.setdefault("vocab_size", vocabulary)
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except ValueError as error:
+        raise UnsupportedError(f"model.config: {str(error).splitlines()[0]}") from None
+    text = config.get_text_config()
+    if text.vocab_size < vocabulary:
+        raise UnsupportedError(
+            f"model.config.vocab_size: found {text.vocab_size}, tokenizer "
+            f"{spec.model.tokenizer!r} needs at least {vocabulary}"
+        )
+    if getattr(text, "max_position_embeddings", spec.sequence.length) < spec.sequence.length:
+        raise UnsupportedError(
+            f"sequence.length: found {spec.sequence.length}, the model's "
+            f"max_position_embeddings allows at most {text.max_position_embeddings}"
+        )
+    return config
+
+
+@torch.no_grad()
+def _make_real(model: Any, root: nn.Module, prefix: str, seed: int) -> None:
+    """Give every meta tensor below ``root`` storage and its initial value.
+
+    A tensor that two modules share (tied embeddings) stays shared; modules that are real already
+    are left alone.
+    """
+    shared: dict[int, nn.Parameter] = {}
+    for name, module in root.named_modules(prefix=prefix):
+        own = {**module._parameters, **module._buffers}
+        fresh = {n: t for n, t in own.items() if t is not None and t.is_meta}
+        if not fresh:
+            continue
+        for field, tensor in fresh.items():
+            if isinstance(tensor, nn.Parameter):
+                real = shared.get(id(tensor))
+                if real is None:
+                    real = nn.Parameter(torch.empty_like(tensor, device="cpu"))
+                    real.requires_grad_(tensor.requires_grad)
+                    shared[id(tensor)] = real
+                module._parameters[field] = real
+            else:
+                module._buffers[field] = torch.empty_like(tensor, device="cpu")
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(key(seed, zlib.crc32(name.encode())))
+            model._init_weights(module)

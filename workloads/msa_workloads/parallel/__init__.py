@@ -1,0 +1,1 @@
+"""How a model and its data are split over ranks."""

@@ -1,0 +1,49 @@
+"""FSDP2: parameters, gradients and optimizer states sharded over ``dp_shard``.
+
+Gradients are summed over ranks, never averaged: the loss is divided by the number of valid tokens
+of all ranks before backward, so that a sum is exact whatever each rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from msa_workloads.parallel.mesh import MeshAxisName
+
+
+def shard_module(module: nn.Module, mesh: DeviceMesh, precision: str) -> None:
+    """Shard one module's own parameters (those of sharded submodules stay theirs).
+
+    Master weights and the gradient reduction are fp32; with ``bf16`` compute is bf16.
+    """
+    replicated = mesh[MeshAxisName.DP_REPLICATE].size() > 1
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        reduce_dtype=torch.float32,
+    )
+    fully_shard(
+        module, mesh=mesh if replicated else mesh[MeshAxisName.DP_SHARD], mp_policy=policy
+    )
+
+
+def sum_gradients(modules: Iterable[nn.Module]) -> None:
+    """Make every FSDP module in ``modules`` sum gradients instead of averaging them.
+
+    Both calls are needed, on every module: neither is recursive, and a divide factor without
+    forced sums needs a reduction that gloo does not have.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_on_last(model: nn.Module, last: bool) -> None:
+    """Reduce gradients over ranks only in the last micro-batch of a step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)

@@ -1,0 +1,74 @@
+"""The door without Ray: one process, or the processes that torchrun starts."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from msa_workloads.display import Display, print_summary
+from msa_workloads.logs import log_to_file, short_traceback
+from msa_workloads.parallel.mesh import UnsupportedError
+from msa_workloads.progress import MetricsFile, Silent, Sink, Tee
+from msa_workloads.report import write_report
+from msa_workloads.runspec import RunSpec, RunSpecError
+from msa_workloads.sources import DataError
+from msa_workloads.train import run
+
+BAD_INPUT = (UnsupportedError, DataError, RunSpecError)
+
+
+def main(arguments: list[str], folder: Path) -> int:
+    """Run a RunSpec file; relative paths in it are taken from ``folder``.
+
+    Exit codes: 0 done, 1 the run failed, 2 the spec or the data cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m msa_workloads.train", description="Train one run from a RunSpec file."
+    )
+    parser.add_argument("--spec", required=True, type=Path, help="RunSpec as JSON")
+    chosen = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    console = Console(stderr=False, quiet=rank != 0)
+    try:
+        spec = RunSpec.from_json((folder / chosen.spec).read_text())
+    except (OSError, RunSpecError) as error:
+        console.print(f"[red]error:[/] {chosen.spec}: {error}", highlight=False)
+        return 2
+    log_to_file(Path(spec.output), rank)
+    try:
+        outcome = _run(spec, rank, console)
+    except BAD_INPUT as error:
+        console.print(f"[red]error:[/] {error}", highlight=False, markup=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        logging.getLogger(__name__).exception("rank %d failed", rank)
+        print(f"rank {rank} failed:\n{short_traceback(error)}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    del outcome
+    return 0
+
+
+def _run(spec: RunSpec, rank: int, console: Console) -> dict[str, Any]:
+    started = time.time()
+    if rank != 0:
+        return run(spec, Silent())
+    display = Display(console, spec)
+    sink: Sink = Tee(MetricsFile(spec.output), display)
+    with display:
+        outcome = run(spec, sink)
+    summary = write_report(spec, outcome, wall_seconds=time.time() - started, restarts=0)
+    print_summary(console, summary)
+    return outcome
