@@ -14,6 +14,8 @@ JOB ?= manifests/samples/stdlib-4k.yaml
 ARGS ?=
 PYTEST_ARGS ?=
 
+# The interpreter that makes the environment is looked for outside of it.
+HOST_PATH := $(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # A missing interpreter is an error with a name, not a download.
@@ -76,7 +78,7 @@ clean: ## Remove the environment and every cache; runs/ is kept
 
 $(BIN)/uv:
 	@set -e; \
-	python=$$(sh requirements/find-python.sh \
+	python=$$(PATH='$(HOST_PATH)' sh requirements/find-python.sh \
 	    $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python)); \
 	echo "Creating $(VENV) with $$python"; \
 	"$$python" -m venv $(VENV); \
