@@ -1,0 +1,244 @@
+"""Sparse attention on tensors: :func:`msa_attention`, checked before anything is launched.
+
+Layout everywhere is (batch, sequence, heads, head size). See docs/attention.md.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from msa_kernels import backend as backends
+from msa_kernels.ops import attention, encode
+from msa_kernels.pattern import (
+    BlockList,
+    BlockTopK,
+    Documented,
+    Documents,
+    Limited,
+    Pattern,
+    PerHead,
+    Union,
+)
+from msa_kernels.placement import Placement
+from msa_kernels.plan import Align, Request
+
+Packing: TypeAlias = Documents | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256
+"""What the registers and shared memory of a GPU hold as one tile; also the limit of every fused
+kernel in PyTorch, so that a model that works here works there."""
+
+
+def msa_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    documents: Packing | None = None,
+    align: Align | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact softmax attention over the pairs that ``pattern`` allows.
+
+    q is (B, Sq, Hq, D), k and v (B, Sk, Hkv, D); Hq is a multiple of Hkv and query head h reads
+    key/value head ``h // (Hq // Hkv)``. Any strides; fp64, fp32, bf16 or fp16; D at most 256.
+    Returns (B, Sq, Hq, D) in q's dtype and, with ``return_lse``, also the natural logarithm of
+    the softmax denominators (B, Hq, Sq) in fp32 (fp64 for fp64 inputs), differentiable too. A
+    query that sees no key gives output 0, LSE -inf and gradients 0.
+
+    ``scale`` multiplies the scores, D ** -0.5 when None. ``documents`` packs several sequences
+    into a row, each computed as if alone: a :class:`Documents`, ids (B, S) in which a change
+    starts a new document, or a pair of cumulative bounds ``(cu_q, cu_k)`` for a batch of one row
+    with query and key lengths of their own. ``align`` is required for a causal pattern when
+    query and key lengths differ: "bottom-right" puts the last query on the last key (decoding,
+    chunked prefill), "top-left" the first on the first. ``backend`` is "auto" or a name of
+    :data:`msa_kernels.backend.LOADERS`.
+
+    Raises ValueError for arguments that make no sense, TypeError for wrong types, and
+    :class:`msa_kernels.backend.BackendError` where nothing implements the request.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    check_tensors(q, k, v)
+    if isinstance(pattern, Documented):
+        if documents is not None:
+            raise ValueError("documents are given twice: by the pattern and by documents=")
+        pattern, documents = pattern.pattern, pattern.documents
+    check_pattern(pattern, max(q.shape[1], k.shape[1]))
+    placement = _placement(q, k, pattern, documents, align)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    request = Request(
+        device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
+        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=pattern,
+        plain=_plain(placement, q.shape[1], k.shape[1]), needs_grad=needs_grad,
+        return_lse=return_lse, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    chosen = backends.resolve(request, backend)
+    backends.record(chosen.name, request)
+    if isinstance(chosen, backends.Direct):
+        out, lse = chosen.attend(q, k, v, pattern, placement, scale, return_lse)
+    else:
+        out, lse = attention(
+            q, k, v, encode(pattern), scale, placement.documents, placement.q_bounds,
+            placement.k_bounds, placement.align, chosen.name,
+        )  # fmt: skip
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises unless q, k and v fit together; the message gives what was found and is allowed."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, sequence, heads, head size), found {tensor.dim()} "
+                f"dimensions {tuple(tensor.shape)}; a packed (tokens, heads, head size) needs "
+                "unsqueeze(0) and documents=(cu_q, cu_k)"
+            )
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(str(d).split(".")[-1] for d in DTYPES)
+            raise ValueError(f"{name} is {tensor.dtype}; supported: {known}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
+    if k.shape != v.shape:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the same shape; "
+            "pad v's head size with zeros if it is smaller"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and head size"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads"
+            + (
+                "; dimensions 1 and 2 look swapped: the layout is (batch, sequence, heads, "
+                "head size), use transpose(1, 2)" if q.shape[2] > q.shape[1] else ""
+            )
+        )  # fmt: skip
+    if q.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head size {q.shape[3]} exceeds {MAX_HEAD_DIM}; supported: 1 to {MAX_HEAD_DIM} "
+            "(split a larger head into several)"
+        )
+
+
+def check_pattern(pattern: Pattern, rows: int) -> None:
+    """Raises where the pattern cannot be computed, or is for a shorter sequence."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"pattern must be a Pattern, found {pattern!r}; see docs/patterns.md")
+    for leaf in _leaves(pattern):
+        if isinstance(leaf, BlockTopK):
+            raise backends.BackendError(
+                "BlockTopK selects its blocks at run time from an index head, which no backend "
+                "here does; nearest: BlockList with the selected blocks, or SinkWindow"
+            )
+        if isinstance(leaf, BlockList) and len(leaf.rows) * leaf.block < rows:
+            raise ValueError(
+                f"BlockList has {len(leaf.rows)} rows of {leaf.block} tokens, "
+                f"{len(leaf.rows) * leaf.block} in all, but the sequence has {rows}; "
+                f"it needs {-(-rows // leaf.block)} rows (empty ones where nothing is seen)"
+            )
+
+
+def _leaves(pattern: Pattern) -> tuple[Pattern, ...]:
+    if isinstance(pattern, Union | PerHead):
+        return tuple(leaf for member in pattern.members for leaf in _leaves(member))
+    if isinstance(pattern, Limited | Documented):
+        return _leaves(pattern.pattern)
+    return (pattern,)
+
+
+def _placement(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pattern: Pattern,
+    documents: Packing | None,
+    align: Align | None,
+) -> Placement:
+    if align not in (None, "bottom-right", "top-left"):
+        raise ValueError(f"align must be 'bottom-right' or 'top-left', found {align!r}")
+    batch, q_rows, k_rows = q.shape[0], q.shape[1], k.shape[1]
+    if isinstance(documents, tuple) and not isinstance(documents, Documents):
+        return _varlen(documents, batch, align)
+    if q_rows != k_rows:
+        if documents is not None:
+            raise ValueError(
+                f"documents by ids or lengths need equal lengths, found {q_rows} queries and "
+                f"{k_rows} keys; give documents=(cu_q, cu_k) instead"
+            )
+        if align is None and pattern.causal:
+            raise ValueError(
+                f"{q_rows} queries and {k_rows} keys with a causal pattern: say where queries "
+                "sit, align='bottom-right' (the last query on the last key) or 'top-left'"
+            )
+    if isinstance(documents, Documents):
+        if documents.total != q_rows:
+            raise ValueError(f"documents hold {documents.total} tokens, the sequence {q_rows}")
+        documents = _ids(documents, batch)
+    if documents is not None:
+        if not isinstance(documents, torch.Tensor):
+            raise TypeError(
+                "documents must be Documents, a tensor of ids (B, S) or a pair (cu_q, cu_k), "
+                f"found {type(documents).__name__}"
+            )
+        if documents.shape != (batch, q_rows):
+            raise ValueError(
+                f"document ids are {tuple(documents.shape)}, must be (batch, sequence) = "
+                f"{(batch, q_rows)}; cumulative bounds go in as a pair (cu_q, cu_k)"
+            )
+        _check_integers("documents", documents)
+    return Placement(documents, align=align or "bottom-right")
+
+
+def _varlen(bounds: tuple[torch.Tensor, ...], batch: int, align: Align | None) -> Placement:
+    if len(bounds) != 2:
+        raise ValueError(f"documents as bounds are a pair (cu_q, cu_k), found {len(bounds)}")
+    q_bounds, k_bounds = bounds
+    for name, side in (("cu_q", q_bounds), ("cu_k", k_bounds)):
+        if not isinstance(side, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, found {type(side).__name__}")
+        _check_integers(name, side)
+        if side.dim() != 1 or len(side) < 2:
+            raise ValueError(f"{name} must be (sequences + 1,), found {tuple(side.shape)}")
+    if len(q_bounds) != len(k_bounds):
+        raise ValueError(
+            f"cu_q has {len(q_bounds) - 1} sequences and cu_k has {len(k_bounds) - 1}"
+        )
+    if batch != 1:
+        raise ValueError(f"bounds describe one packed row, the batch has {batch}")
+    return Placement(None, q_bounds, k_bounds, align or "bottom-right")
+
+
+def _check_integers(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64, torch.int16):
+        raise ValueError(f"{name} must be int32 or int64, found {tensor.dtype}")
+
+
+@lru_cache(maxsize=64)
+def _ids(documents: Documents, batch: int) -> torch.Tensor:
+    lengths = torch.tensor(documents.lengths)
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths).expand(batch, -1)
+
+
+def _plain(placement: Placement, q_rows: int, k_rows: int) -> bool:
+    shifted = q_rows != k_rows and placement.align == "bottom-right"
+    return placement.documents is None and placement.q_bounds is None and not shifted

@@ -1,0 +1,184 @@
+"""Backends: which implementation runs a call, why the others do not, and what has run.
+
+Two kinds exist. A tile kernel (:class:`msa_kernels.plan.TileKernel`) computes one part at a time
+under the engine, which merges parts and owns the gradient. A :class:`Direct` implementation is a
+differentiable PyTorch function of the whole call. ``auto`` takes the first of :data:`ORDER` that
+serves the request on its device; a named backend serves or raises :class:`BackendError`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from msa_kernels.pattern import Pattern
+from msa_kernels.placement import Placement
+from msa_kernels.plan import Request, TileKernel
+
+logger = logging.getLogger(__name__)
+
+
+class BackendError(ValueError):
+    """No implementation serves the request; the message says why each one refuses."""
+
+
+@runtime_checkable
+class Direct(Protocol):
+    """A differentiable function of the whole call."""
+
+    name: str
+
+    def refuses(self, request: Request) -> str | None:
+        """None when this implementation serves the request, else the reason in one sentence."""
+        ...
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,
+        placement: Placement, scale: float, return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Output (B, Sq, Hq, D) and, when asked for, natural-log LSE (B, Hq, Sq) fp32."""
+        ...
+
+
+Backend = TileKernel | Direct
+
+
+def _triton() -> Backend:
+    return importlib.import_module("msa_kernels.triton").kernel()
+
+
+def _sdpa() -> Backend:
+    from msa_kernels.sdpa import Sdpa
+
+    return Sdpa()
+
+
+def _flex() -> Backend:
+    from msa_kernels.flex import Flex
+
+    return Flex()
+
+
+def _torch() -> Backend:
+    from msa_kernels.tiled import TorchTiles
+
+    return TorchTiles()
+
+
+LOADERS: dict[str, Callable[[], Backend]] = {
+    "triton": _triton,
+    "sdpa": _sdpa,
+    "flex": _flex,
+    "torch": _torch,
+}
+ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "sdpa", "flex", "torch")}
+"""What ``auto`` tries, by device type; elsewhere the tiled torch implementation alone, which on
+a CPU is as fast as SDPA on dense attention and exact on every pattern."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """One kind of call that ran: for logs and for a run's report."""
+
+    backend: str
+    pattern: str
+    device: str
+    dtype: str
+    q_rows: int
+    k_rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    packed: bool
+    calls: int
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of that name; ImportError when what it needs is not installed."""
+    if name == "triton" and importlib.util.find_spec("msa_kernels.triton") is None:
+        raise ImportError("msa_kernels.triton is not part of this installation")
+    return LOADERS[name]()
+
+
+def refusal(name: str, request: Request) -> str | None:
+    """Why this backend does not serve the request, or None when it does."""
+    try:
+        return load(name).refuses(request)
+    except ImportError as error:
+        return f"cannot be loaded: {error}"
+
+
+def resolve(request: Request, backend: str = "auto") -> Backend:
+    """The implementation that runs ``request``; raises :class:`BackendError` with all reasons."""
+    if backend != "auto" and backend not in LOADERS:
+        raise BackendError(f"no backend {backend!r}; choose auto, {', '.join(LOADERS)}")
+    order = ORDER.get(request.device.type, ("torch",))
+    tried = order if backend == "auto" else (backend,)
+    reasons: dict[str, str] = {}
+    for name in tried:
+        reason = refusal(name, request)
+        if reason is None:
+            return load(name)
+        reasons[name] = reason
+    works = [n for n in LOADERS if n not in reasons and refusal(n, request) is None]
+    said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    nearest = f"backend={works[0]!r} serves it" if works else "no other backend serves it either"
+    raise BackendError(f"{_describe(request)} is refused. {said}. Nearest: {nearest}.")
+
+
+def record(name: str, request: Request) -> None:
+    """Count a call, and log the first of its kind."""
+    key = Used(
+        name, _brief(request.pattern), str(request.device), str(request.dtype).split(".")[-1],
+        request.q_rows, request.k_rows, request.q_heads, request.kv_heads, request.head_dim,
+        not request.plain, 0,
+    )  # fmt: skip
+    with _lock:
+        _calls[key] += 1
+        first = _calls[key] == 1
+    if first:
+        logger.info("attention on %s: %s", name, _describe(request))
+
+
+def used() -> list[Used]:
+    """What has run in this process since :func:`reset`, the most frequent first.
+
+    Under ``torch.compile`` a direct implementation is counted when it is traced.
+    """
+    with _lock:
+        return [
+            Used(**{**key.__dict__, "calls": count}) for key, count in _calls.most_common()
+        ]  # fmt: skip
+
+
+def reset() -> None:
+    """Forget what has run."""
+    with _lock:
+        _calls.clear()
+
+
+_calls: Counter[Used] = Counter()
+_lock = threading.Lock()
+
+
+def _describe(request: Request) -> str:
+    heads = f"{request.q_heads}/{request.kv_heads} heads of {request.head_dim}"
+    rows = f"{request.q_rows} queries on {request.k_rows} keys"
+    dtype = str(request.dtype).split(".")[-1]
+    packed = "" if request.plain else ", packed documents or shifted positions"
+    return f"{_brief(request.pattern)}, {rows}, {heads}, {dtype} on {request.device}{packed}"
+
+
+def _brief(pattern: Pattern) -> str:
+    text = str(pattern)
+    return text if len(text) <= 120 else f"{text[:117]}..."

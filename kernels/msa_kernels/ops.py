@@ -1,0 +1,239 @@
+"""Attention as PyTorch operators, one per direction: ``msa::attention``, ``msa::attention_backward``.
+
+The pattern travels as its canonical JSON, documents and bounds as tensors: lists are made inside
+the operator, so that a compiled graph holds neither lists nor lengths. Both operators have fake
+kernels and FLOP formulas that count the pairs a pattern attends.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from msa_kernels import backend as backends
+from msa_kernels import engine
+from msa_kernels.blocks import Runs
+from msa_kernels.pattern import Pattern, from_dict
+from msa_kernels.placement import Placement
+from msa_kernels.plan import Align, TileKernel
+
+
+@lru_cache(maxsize=256)
+def encode(pattern: Pattern) -> str:
+    """Canonical JSON of a pattern: equal text for equal patterns."""
+    return json.dumps(pattern.to_dict(), separators=(",", ":"), sort_keys=True)
+
+
+@lru_cache(maxsize=256)
+def decode(text: str) -> Pattern:
+    return from_dict(json.loads(text))
+
+
+@torch.library.custom_op("msa::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: str,
+    scale: float,
+    documents: Tensor | None,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    align: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Output (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq); ``backend`` names a tile kernel."""
+    view = _View(q, k, documents, q_bounds, k_bounds, align)
+    out, lse = engine.forward(
+        _kernel(backend), view.enter(q), view.enter(k), view.enter(v), decode(pattern),
+        *view.runs, scale,
+    )  # fmt: skip
+    return view.leave(out).contiguous(), view.leave_log(lse).contiguous()
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: str,
+    scale: float,
+    documents: Tensor | None,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    align: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    out = q.new_empty((batch, rows, heads, v.shape[3]))
+    return out, q.new_empty((batch, heads, rows), dtype=engine.accumulator(q.dtype))
+
+
+@torch.library.custom_op("msa::attention_backward", mutates_args=())
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    pattern: str,
+    scale: float,
+    documents: Tensor | None,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    align: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in the inputs' dtype, from the cotangents of the output and of the LSE."""
+    view = _View(q, k, documents, q_bounds, k_bounds, align)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    delta = row_delta(dout, out, dlse)
+    dq, dk, dv = engine.backward(
+        _kernel(backend), view.enter(q), view.enter(k), view.enter(v), view.enter(dout),
+        view.enter_log(lse), view.enter_log(delta), decode(pattern), *view.runs, scale,
+    )  # fmt: skip
+    return (
+        view.leave(dq).contiguous(), view.leave(dk).contiguous(), view.leave(dv).contiguous()
+    )  # fmt: skip
+
+
+@attention_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    pattern: str,
+    scale: float,
+    documents: Tensor | None,
+    q_bounds: Tensor | None,
+    k_bounds: Tensor | None,
+    align: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, (B, H, S) in the accumulator's dtype."""
+    dtype = engine.accumulator(out.dtype)
+    delta = torch.einsum("bshd,bshd->bhs", dout.to(dtype), out.to(dtype))
+    return delta if dlse is None else delta - dlse.to(dtype)
+
+
+def _setup(ctx, inputs, output) -> None:  # noqa: ANN001  (torch.library's own protocol)
+    q, k, v, pattern, scale, documents, q_bounds, k_bounds, align, backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, documents, q_bounds, k_bounds)
+    ctx.pattern, ctx.scale, ctx.align, ctx.backend = pattern, scale, align, backend
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # noqa: ANN001, ANN202
+    q, k, v, out, lse, documents, q_bounds, k_bounds = ctx.saved_tensors
+    grads = (None, None, None)
+    if dout is not None or dlse is not None:
+        grads = attention_backward(
+            q, k, v, out, lse, dout, dlse, ctx.pattern, ctx.scale, documents, q_bounds, k_bounds,
+            ctx.align, ctx.backend,
+        )  # fmt: skip
+    return (*grads, *(None,) * 7)
+
+
+attention.register_autograd(_backward, setup_context=_setup)
+
+
+class _View:
+    """The call's tensors as the engine sees them: packed batches as one long sequence."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, documents: Tensor | None, q_bounds: Tensor | None,
+        k_bounds: Tensor | None, align: str,
+    ) -> None:  # fmt: skip
+        placement = Placement(documents, q_bounds, k_bounds, _align(align))
+        self.batch = q.shape[0]
+        self.flat = placement.flattens and self.batch > 1
+        self.runs: tuple[Runs, Runs] = placement.runs(q.shape[1], k.shape[1])
+
+    def enter(self, rows: Tensor) -> Tensor:
+        return rows.reshape(1, -1, *rows.shape[2:]) if self.flat else rows
+
+    def leave(self, rows: Tensor) -> Tensor:
+        return rows.reshape(self.batch, -1, *rows.shape[2:]) if self.flat else rows
+
+    def enter_log(self, log: Tensor) -> Tensor:
+        return log.transpose(0, 1).flatten(1).unsqueeze(0) if self.flat else log
+
+    def leave_log(self, log: Tensor) -> Tensor:
+        return log[0].unflatten(1, (self.batch, -1)).transpose(0, 1) if self.flat else log
+
+
+def _kernel(name: str) -> TileKernel:
+    kernel = backends.load(name)
+    assert hasattr(kernel, "backward"), f"{name} is not a tile kernel"
+    return kernel  # type: ignore[return-value]
+
+
+def _align(name: str) -> Align:
+    return "top-left" if name == "top-left" else "bottom-right"
+
+
+def attended_pairs(
+    pattern: Pattern, placement: Placement, batch: int, q_rows: int, k_rows: int, kv_heads: int
+) -> int:
+    """Exact (query, key) pairs over the batch and the key/value heads, each counted once."""
+    queries, keys = placement.runs(q_rows, k_rows)
+    rows = 1 if placement.flattens else batch
+    return rows * sum(_pairs(pattern.for_group(g), queries, keys) for g in range(kv_heads))
+
+
+def _pairs(pattern: Pattern, queries: Runs, keys: Runs) -> int:
+    """Documents that start at 0 on both sides count in closed form, others row by row."""
+    length = dict(zip(keys.document.tolist(), keys.length.tolist(), strict=True))
+    total = 0
+    for document, rows, first in zip(
+        queries.document.tolist(), queries.length.tolist(), queries.position.tolist(), strict=True
+    ):
+        n = length.get(document, 0)
+        if first + rows == n and first >= 0 and pattern.causal:
+            total += pattern.pairs(n) - pattern.pairs(first)
+        elif first == 0 and rows == n:
+            total += pattern.pairs(n)
+        else:
+            total += sum(pattern.row(i, n).bit_count() for i in range(max(0, first), first + rows))
+    return total
+
+
+def _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, products: int) -> int:  # noqa: ANN001
+    placement = Placement(documents, q_bounds, k_bounds, _align(align))
+    pairs = attended_pairs(
+        decode(pattern), placement, q.shape[0], q.shape[1], k.shape[1], k.shape[2]
+    )
+    group = q.shape[2] // k.shape[2]
+    return products * pairs * group * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.msa.attention, get_raw=True)
+def _forward_flops(
+    q, k, v, pattern, scale, documents, q_bounds, k_bounds, align, backend, *, out_val=None
+) -> int:  # noqa: ANN001
+    """2 D per pair for the scores and 2 Dv for the output."""
+    return _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, 2)
+
+
+@register_flop_formula(torch.ops.msa.attention_backward, get_raw=True)
+def _backward_flops(
+    q, k, v, out, lse, dout, dlse, pattern, scale, documents, q_bounds, k_bounds, align, backend,
+    *, out_val=None,
+) -> int:  # noqa: ANN001  # fmt: skip
+    """Five products: scores, dP and dV, dQ, dK; 2.5 times the forward where Dv equals D."""
+    return _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, 5)

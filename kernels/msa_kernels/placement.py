@@ -1,0 +1,96 @@
+"""Placement: where the rows of one call sit, as given by its documents, bounds or alignment.
+
+Values are read from the device once per tensor and remembered while the tensor lives unchanged:
+all layers of a model that are given the same document ids share one read.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from msa_kernels.blocks import Runs
+from msa_kernels.plan import Align, packed, varlen, whole
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """At most one of ``documents`` and the pair of bounds is set."""
+
+    documents: torch.Tensor | None = None
+    """Document ids (B, S) of queries and keys alike; a change of id starts a new document."""
+    q_bounds: torch.Tensor | None = None
+    """Cumulative query bounds (sequences + 1,) of a batch of one packed row."""
+    k_bounds: torch.Tensor | None = None
+    align: Align = "bottom-right"
+    """Where queries sit when there are more or fewer of them than keys."""
+
+    @property
+    def flattens(self) -> bool:
+        """The batch is seen as one sequence of B * S rows, a document never crossing a row."""
+        return self.documents is not None
+
+    def runs(self, q_rows: int, k_rows: int) -> tuple[Runs, Runs]:
+        """Runs of queries and keys; raises ValueError where the values make no sense."""
+        if self.documents is not None:
+            ids = self.documents
+            runs = remember(ids, "packed", lambda: packed(_host(ids)))
+            return runs, runs
+        if self.q_bounds is not None and self.k_bounds is not None:
+            q_bounds, k_bounds = self.q_bounds, self.k_bounds
+            queries = remember(q_bounds, "bounds", lambda: _host(q_bounds))
+            keys = remember(k_bounds, "bounds", lambda: _host(k_bounds))
+            _check_bounds("cu_q", queries, q_rows)
+            _check_bounds("cu_k", keys, k_rows)
+            return varlen(queries, keys, self.align)
+        return whole(q_rows, k_rows, self.align)
+
+
+def remember(tensor: torch.Tensor, name: str, make: Callable[[], T]) -> T:
+    """``make()``, once per tensor object and version; forgotten with the tensor."""
+    if tensor.is_inference():
+        return make()
+    key = (id(tensor), name)
+    with _lock:
+        kept = _kept.get(key)
+    if kept is not None and kept[0]() is tensor and kept[1] == tensor._version:
+        return kept[2]
+    value = make()
+
+    def forget(_: object) -> None:
+        _kept.pop(key, None)
+
+    with _lock:
+        _kept[key] = (weakref.ref(tensor, forget), tensor._version, value)
+    return value
+
+
+_kept: dict[tuple[int, str], tuple[Callable[[], torch.Tensor | None], int, object]] = {}
+_lock = threading.Lock()
+
+
+def _host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
+
+
+def _check_bounds(name: str, bounds: np.ndarray, rows: int) -> None:
+    if bounds[0] != 0 or (np.diff(bounds) < 0).any():
+        raise ValueError(f"{name} must start at 0 and never fall, found {_brief(bounds)}")
+    if bounds[-1] != rows:
+        raise ValueError(
+            f"{name} ends at {int(bounds[-1])} but the tensor has {rows} rows; "
+            "bounds must cover the packed sequence exactly"
+        )
+
+
+def _brief(bounds: np.ndarray) -> str:
+    head = ", ".join(str(int(b)) for b in bounds[:8])
+    return f"[{head}{', ...' if len(bounds) > 8 else ''}]"

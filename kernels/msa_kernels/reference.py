@@ -1,0 +1,127 @@
+"""Oracle: attention evaluated pair by pair in fp64, with gradients, for tests and for ``check``.
+
+Nothing here shares code with the implementations it judges except the pattern's own predicate:
+no tiles, no parts, no folds, no online softmax. Memory is O(B * H * Sq * Sk).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from msa_kernels.pattern import Pattern
+from msa_kernels.plan import Align
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outputs (B, Sq, Hq, D), LSE (B, Hq, Sq) and, when cotangents were given, gradients."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    documents: torch.Tensor | None = None,
+    bounds: tuple[Sequence[int], Sequence[int]] | None = None,
+    align: Align = "bottom-right",
+    dout: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> Result:
+    """Attention in fp64 on the CPU, whatever the inputs' dtype and device.
+
+    Arguments as in :func:`msa_kernels.attention.msa_attention`; ``documents`` are ids (B, S) and
+    ``bounds`` the cumulative query and key bounds of a packed batch of one row. A row that sees
+    no key gives 0 and -inf, and gradients 0.
+    """
+    leaves = [t.detach().double().cpu().requires_grad_() for t in (q, k, v)]
+    q64, k64, v64 = leaves
+    batch, q_rows, q_heads, dim = q.shape
+    k_rows, kv_heads = k.shape[1:3]
+    group = q_heads // kv_heads
+    where = [
+        _positions(b, q_rows, k_rows, documents, bounds, align) for b in range(batch)
+    ]  # fmt: skip
+    seen = torch.stack(
+        [
+            torch.stack([_visible(pattern.for_group(h // group), *at) for h in range(q_heads)])
+            for at in where
+        ]
+    )
+    scores = torch.einsum("bqhd,bkhd->bhqk", q64, k64.repeat_interleave(group, 2))
+    scores = scores * (dim**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(~seen, -math.inf)
+    some = seen.any(-1)
+    lse = torch.logsumexp(torch.where(some[..., None], scores, 0.0), -1)
+    weights = torch.where(seen, torch.exp(scores - lse[..., None]), 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v64.repeat_interleave(group, 2))
+    grads = None
+    if dout is not None or dlse is not None:
+        loss = out.new_zeros(())
+        if dout is not None:
+            loss = loss + (out * dout.double().cpu()).sum()
+        if dlse is not None:
+            loss = loss + torch.where(some, lse * dlse.double().cpu(), 0.0).sum()
+        grads = torch.autograd.grad(loss, leaves)
+    lse = torch.where(some, lse, -math.inf)
+    return Result(out.detach(), lse.detach(), grads)
+
+
+def _positions(
+    row: int,
+    q_rows: int,
+    k_rows: int,
+    documents: torch.Tensor | None,
+    bounds: tuple[Sequence[int], Sequence[int]] | None,
+    align: Align,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Query positions, query documents, key positions, key documents: token by token."""
+    shift = k_rows - q_rows if align == "bottom-right" else 0
+    if documents is not None:
+        position, document = _restarting(documents[row].tolist())
+        return position, document, position, document
+    if bounds is not None:
+        q_bounds, k_bounds = ([int(b) for b in side] for side in bounds)
+        sides = []
+        for edges, other in ((q_bounds, k_bounds), (k_bounds, None)):
+            position, document = [], []
+            for d in range(len(edges) - 1):
+                length = edges[d + 1] - edges[d]
+                start = 0
+                if other is not None and align == "bottom-right":
+                    start = other[d + 1] - other[d] - length
+                position += range(start, start + length)
+                document += [d] * length
+            sides += [np.array(position, np.int64), np.array(document, np.int64)]
+        return sides[0], sides[1], sides[2], sides[3]
+    return (
+        np.arange(q_rows) + shift, np.zeros(q_rows, np.int64),
+        np.arange(k_rows), np.zeros(k_rows, np.int64),
+    )  # fmt: skip
+
+
+def _restarting(ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    position, document = [0], [0]
+    for before, now in zip(ids[:-1], ids[1:], strict=True):
+        position.append(position[-1] + 1 if now == before else 0)
+        document.append(document[-1] + (now != before))
+    return np.array(position), np.array(document)
+
+
+def _visible(
+    pattern: Pattern, q_at: np.ndarray, q_doc: np.ndarray, k_at: np.ndarray, k_doc: np.ndarray
+) -> torch.Tensor:
+    same = q_doc[:, None] == k_doc[None, :]
+    seen = pattern.allows(q_at[:, None], k_at[None, :])
+    return torch.from_numpy(np.logical_and(np.broadcast_to(seen, same.shape), same))

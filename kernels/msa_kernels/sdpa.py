@@ -1,0 +1,46 @@
+"""Dense attention through ``torch.nn.functional.scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from msa_kernels.pattern import Dense, Pattern
+from msa_kernels.placement import Placement
+from msa_kernels.plan import Request
+
+FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+"""Never the unfused path: it would hold all scores in memory at once."""
+DETERMINISTIC = [SDPBackend.FLASH_ATTENTION]
+
+
+class Sdpa:
+    """:class:`msa_kernels.backend.Direct` for Dense, one document per row, equal lengths."""
+
+    name = "sdpa"
+
+    def refuses(self, request: Request) -> str | None:
+        if not isinstance(request.pattern, Dense):
+            return f"serves Dense only, not {request.pattern.kind}"
+        if not request.plain:
+            return "serves one document per row only, starting at position 0"
+        if request.pattern.causal and request.q_rows != request.k_rows:
+            return "serves causal attention for equal query and key lengths only"
+        if request.return_lse:
+            return "does not return the LSE"
+        if request.device.type == "cuda" and request.dtype not in (torch.bfloat16, torch.float16):
+            return f"has no fused kernel for {request.dtype} on a GPU"
+        return None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,
+        placement: Placement, scale: float, return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        fused = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else FUSED
+        with sdpa_kernel(fused):
+            out = F.scaled_dot_product_attention(
+                *heads, is_causal=pattern.causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
+            )
+        return out.transpose(1, 2).contiguous(), None
