@@ -74,7 +74,7 @@ def msa_attention(
         pattern, documents = pattern.pattern, pattern.documents
     check_pattern(pattern, max(q.shape[1], k.shape[1]))
     placement = _placement(q, k, pattern, documents, align)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     request = Request(
         device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
@@ -85,10 +85,10 @@ def msa_attention(
     chosen = backends.resolve(request, backend)
     backends.record(chosen.name, request)
     if isinstance(chosen, backends.Direct):
-        out, lse = chosen.attend(q, k, v, pattern, placement, scale, return_lse)
+        out, lse = chosen.attend(q, k, v, pattern, placement, factor, return_lse)
     else:
         out, lse = attention(
-            q, k, v, encode(pattern), scale, placement.documents, placement.q_bounds,
+            q, k, v, encode(pattern), factor, placement.documents, placement.q_bounds,
             placement.k_bounds, placement.align, chosen.name,
         )  # fmt: skip
     if return_lse:

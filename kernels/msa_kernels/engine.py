@@ -135,8 +135,9 @@ class HeadGroup:
         first, step = self.members[0], 1
         if len(self.members) > 1:
             step = self.members[1] - first
-        if self.members == tuple(range(first, self.members[-1] + 1, step)):
-            return slice(first, self.members[-1] + 1, step)
+        end = max(self.members) + 1
+        if self.members == tuple(range(first, end, step)):
+            return slice(first, end, step)
         return torch.tensor(self.members, device=device)
 
 

@@ -87,11 +87,12 @@ def _part(
             q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
         )  # fmt: skip
+    assert aux.lse is not None
     return engine.unfold(out.transpose(1, 2), part), engine.unfold_rows(aux.lse, part)
 
 
 @cache
-def _attention(device: str):  # noqa: ANN202  (a compiled callable)
+def _attention(device: str):
     return torch.compile(flex_attention) if device == "cuda" else flex_attention
 
 
@@ -131,7 +132,7 @@ def _padded(lists: TileLists, device: torch.device) -> tuple[torch.Tensor, torch
     )
 
 
-def _mask_mod(part: PartPlan, device: torch.device):  # noqa: ANN202
+def _mask_mod(part: PartPlan, device: torch.device):
     tables = {
         id(rule): _dense_table(rule, device)
         for rule in (*part.part.rules, *part.part.minus)

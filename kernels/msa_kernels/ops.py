@@ -1,4 +1,4 @@
-"""Attention as PyTorch operators, one per direction: ``msa::attention``, ``msa::attention_backward``.
+"""Attention as PyTorch operators, one for each direction, with gradients, shapes and FLOPs.
 
 The pattern travels as its canonical JSON, documents and bounds as tensors: lists are made inside
 the operator, so that a compiled graph holds neither lists nor lengths. Both operators have fake
@@ -131,14 +131,14 @@ def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     return delta if dlse is None else delta - dlse.to(dtype)
 
 
-def _setup(ctx, inputs, output) -> None:  # noqa: ANN001  (torch.library's own protocol)
+def _setup(ctx, inputs, output) -> None:
     q, k, v, pattern, scale, documents, q_bounds, k_bounds, align, backend = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, documents, q_bounds, k_bounds)
     ctx.pattern, ctx.scale, ctx.align, ctx.backend = pattern, scale, align, backend
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # noqa: ANN001, ANN202
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):
     q, k, v, out, lse, documents, q_bounds, k_bounds = ctx.saved_tensors
     grads = (None, None, None)
     if dout is not None or dlse is not None:
@@ -213,7 +213,7 @@ def _pairs(pattern: Pattern, queries: Runs, keys: Runs) -> int:
     return total
 
 
-def _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, products: int) -> int:  # noqa: ANN001
+def _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, products: int) -> int:
     placement = Placement(documents, q_bounds, k_bounds, _align(align))
     pairs = attended_pairs(
         decode(pattern), placement, q.shape[0], q.shape[1], k.shape[1], k.shape[2]
@@ -225,7 +225,7 @@ def _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, products: int
 @register_flop_formula(torch.ops.msa.attention, get_raw=True)
 def _forward_flops(
     q, k, v, pattern, scale, documents, q_bounds, k_bounds, align, backend, *, out_val=None
-) -> int:  # noqa: ANN001
+) -> int:
     """2 D per pair for the scores and 2 Dv for the output."""
     return _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, 2)
 
@@ -234,6 +234,6 @@ def _forward_flops(
 def _backward_flops(
     q, k, v, out, lse, dout, dlse, pattern, scale, documents, q_bounds, k_bounds, align, backend,
     *, out_val=None,
-) -> int:  # noqa: ANN001  # fmt: skip
+) -> int:  # fmt: skip
     """Five products: scores, dP and dV, dQ, dK; 2.5 times the forward where Dv equals D."""
     return _flops(q, k, v, pattern, documents, q_bounds, k_bounds, align, 5)

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def remember(tensor: torch.Tensor, name: str, make: Callable[[], T]) -> T:
     with _lock:
         kept = _kept.get(key)
     if kept is not None and kept[0]() is tensor and kept[1] == tensor._version:
-        return kept[2]
+        return cast(T, kept[2])
     value = make()
 
     def forget(_: object) -> None:

@@ -6,6 +6,7 @@ no tiles, no parts, no folds, no online softmax. Memory is O(B * H * Sq * Sk).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def reference(
             loss = loss + (out * dout.double().cpu()).sum()
         if dlse is not None:
             loss = loss + torch.where(some, lse * dlse.double().cpu(), 0.0).sum()
-        grads = torch.autograd.grad(loss, leaves)
+        dq, dk, dv = torch.autograd.grad(loss, leaves)
+        grads = dq, dk, dv
     lse = torch.where(some, lse, -math.inf)
     return Result(out.detach(), lse.detach(), grads)
 
@@ -113,7 +115,7 @@ def _positions(
 
 def _restarting(ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     position, document = [0], [0]
-    for before, now in zip(ids[:-1], ids[1:], strict=True):
+    for before, now in itertools.pairwise(ids):
         position.append(position[-1] + 1 if now == before else 0)
         document.append(document[-1] + (now != before))
     return np.array(position), np.array(document)

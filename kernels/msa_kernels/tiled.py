@@ -61,7 +61,7 @@ class TorchTiles:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        batch, q_rows, q_heads, dim = q.shape
+        batch, q_rows, q_heads, _dim = q.shape
         work = _working(q.dtype)
         groups = _Groups(batch, q_heads, k.shape[2])
         keys, values = groups.keys(k), groups.keys(v)

@@ -1,0 +1,244 @@
+"""Hugging Face models on this attention: ``attn_implementation="msa"``.
+
+:func:`register` adds the name to transformers' attention and mask interfaces;
+:func:`set_patterns` gives each layer of a model its pattern. What a model passes along is
+implemented or refused, never dropped.
+
+Documents of a packed batch come, in this order, from the model's keyword ``msa_document_ids``
+(B, S), from ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or from ``position_ids`` that restart at 0.
+Whoever permutes the sequence over ranks passes ``msa_positions``: then nothing is guessed from
+position ids, whose jumps are not documents. transformers' own detection of packed sequences has
+no effect here: its result is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from msa_kernels.attention import Packing, check_pattern, msa_attention
+from msa_kernels.backend import BackendError
+from msa_kernels.pattern import Dense, Pattern
+from msa_kernels.placement import remember
+
+NAME = "msa"
+"""transformers takes every name that contains "flash" for its own FlashAttention."""
+
+HARMLESS = frozenset({
+    "position_ids", "cache_position", "use_cache", "output_hidden_states", "num_items_in_batch",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "msa_document_ids",
+    "msa_positions", "return_dict", "logits_to_keep", "labels",
+})  # fmt: skip
+"""Keywords that do not change the scores, or that are read here."""
+
+REFUSED = {
+    "softcap": "logit soft-capping",
+    "s_aux": "learned sinks",
+    "sinks": "learned sinks",
+    "position_bias": "a position bias",
+    "head_mask": "a head mask",
+    "output_attentions": "returning attention weights, which are never formed",
+}
+
+
+@dataclass(frozen=True)
+class SlidingMask:
+    """What the mask interface hands to the layers of a sliding-window mask instead of a tensor."""
+
+    window: int
+
+
+def register() -> None:
+    """Make ``attn_implementation="msa"`` known to transformers. Safe to call again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def set_patterns(
+    model: nn.Module, patterns: Pattern | Sequence[Pattern], backend: str = "auto"
+) -> None:
+    """Give every attention layer its pattern: one for all, or one per layer in layer order.
+
+    A layer that was never given one computes what its model says, Dense. The model's own sliding
+    window still holds: it is intersected with the pattern. Raises ValueError when the model was
+    not built with ``attn_implementation="msa"`` or the number of patterns is not that of layers.
+    """
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if chosen != NAME:
+        raise ValueError(
+            f"the model runs attn_implementation={chosen!r}, which ignores patterns; call "
+            f"msa_kernels.hf.register() and then model.set_attn_implementation({NAME!r})"
+        )
+    layers = attention_layers(model)
+    each = [patterns] * len(layers) if isinstance(patterns, Pattern) else list(patterns)
+    if len(each) != len(layers):
+        raise ValueError(f"{len(each)} patterns for {len(layers)} attention layers")
+    for layer, pattern in zip(layers, each, strict=True):
+        check_pattern(pattern, 0)
+        layer.msa_pattern = pattern  # type: ignore[assignment]
+        layer.msa_backend = backend  # type: ignore[assignment]
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a model, by layer index."""
+    found = [
+        m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")
+    ]  # fmt: skip
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no attention layers of transformers' kind")
+    return sorted(found, key=lambda m: int(m.layer_idx))  # type: ignore[arg-type]
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | SlidingMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: heads come as (B, H, S, D), the output is (B, S, H, D)."""
+    _refuse_unknown(kwargs)
+    if dropout:
+        raise BackendError(
+            f"attention dropout {dropout} is not implemented; set attention_dropout to 0"
+        )
+    if isinstance(attention_mask, torch.Tensor):
+        raise BackendError(
+            f"an attention mask {tuple(attention_mask.shape)} was given; masks are patterns here: "
+            "pass no mask, and padding or packing as msa_document_ids"
+        )
+    pattern: Pattern = getattr(module, "msa_pattern", None) or Dense(_causal(module, is_causal))
+    if pattern.causal != _causal(module, is_causal):
+        kind = "causal" if _causal(module, is_causal) else "bidirectional"
+        raise BackendError(f"the layer is {kind} and its pattern is not: {pattern}")
+    windows = [w for w in (sliding_window, getattr(attention_mask, "window", None)) if w]
+    if windows:
+        pattern = pattern.limited(min(windows))
+    out = msa_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), pattern,
+        scale=scaling, documents=_documents(query, key, kwargs), align="bottom-right",
+        backend=getattr(module, "msa_backend", "auto"),
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    return out, None
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> SlidingMask | None:
+    """transformers' mask function: builds nothing, and refuses what the kernels do not know.
+
+    Causal, bidirectional and sliding-window masks pass, and a 2-D padding mask of ones.
+    """
+    del batch_size, kwargs
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise BackendError(
+            "a padding mask that hides tokens is not implemented; pack the batch without padding "
+            "and pass msa_document_ids (padding as a document of its own), or attention_mask=None"
+        )
+    if use_vmap:
+        raise BackendError("the model adds a mask function of its own, which is not implemented")
+    if kv_offset or kv_length != q_offset + q_length:
+        raise BackendError(
+            f"a cache whose keys are not tokens 0 to {int(q_offset) + q_length - 1} (a static or "
+            f"sliding cache: {kv_length} keys from {kv_offset}) is not implemented; use a plain "
+            "DynamicCache, or use_cache=False in training"
+        )
+    windows: set[int] = set()
+    _read_mask(mask_function, windows)
+    return SlidingMask(min(windows)) if windows else None
+
+
+def _read_mask(function: Callable[..., Any] | None, windows: set[int]) -> None:
+    """Take a transformers mask function apart; raises at the first part that is not known."""
+    name = getattr(function, "__qualname__", repr(function))
+    if function is None or name in ("causal_mask_function", "bidirectional_mask_function"):
+        return
+    inner = _closure(function)
+    match name.split(".")[0]:
+        case "and_masks":
+            for part in inner["mask_functions"]:
+                _read_mask(part, windows)
+        case "sliding_window_overlay":
+            windows.add(int(inner["sliding_window"]))
+        case "remap_positions_for_packed_sequence":
+            _read_mask(inner["mask_function"], windows)
+        case "packed_sequence_mask_function":
+            return  # Documents are decided in attention_forward, from what the caller says.
+        case _:
+            raise BackendError(
+                f"the model's mask {name} is not implemented; known: causal, bidirectional, "
+                "sliding window"
+            )
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    names = function.__code__.co_freevars
+    return dict(zip(names, (c.cell_contents for c in function.__closure__ or ()), strict=True))
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in HARMLESS or value is None or value is False:
+            continue
+        what = REFUSED.get(name, f"the keyword {name!r} that this model passes to attention")
+        raise BackendError(
+            f"{what} is not implemented; nearest: attn_implementation='eager' or 'sdpa'"
+        )
+
+
+def _causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
+def _documents(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> Packing | None:
+    ids = kwargs.get("msa_document_ids")
+    if ids is not None:
+        return ids
+    q_bounds, k_bounds = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if q_bounds is not None:
+        return q_bounds, q_bounds if k_bounds is None else k_bounds
+    positions = kwargs.get("position_ids")
+    permuted = kwargs.get("msa_positions") is not None
+    if positions is None or permuted or query.shape[2] != key.shape[2]:
+        return None
+    ids = remember(positions, "documents", lambda: _from_positions(positions))
+    return None if ids is None else ids.expand(query.shape[0], -1)
+
+
+def _from_positions(positions: torch.Tensor) -> torch.Tensor | None:
+    """Document ids of position ids that restart at 0; None when there is one document per row."""
+    if positions.dim() != 2:
+        raise BackendError(
+            f"position ids of shape {tuple(positions.shape)} do not tell documents apart; "
+            "pass msa_document_ids"
+        )
+    step = torch.diff(positions, dim=1)
+    restarts = positions[:, 1:] == 0
+    if bool(((step != 1) & ~restarts).any()):
+        raise BackendError(
+            "position ids jump without restarting at 0: pass msa_document_ids for packed "
+            "documents, or msa_positions for a permuted sequence"
+        )
+    if not bool(restarts.any()):
+        return None
+    return torch.nn.functional.pad(restarts.cumsum(1), (1, 0)).to(torch.int32)
