@@ -18,14 +18,20 @@ def log_path(output: Path, rank: int) -> Path:
 
 
 def log_to_file(output: Path, rank: int) -> Path:
-    """Append this process's log records, from INFO up, to its rank's file; returns the file."""
+    """Append this project's log records, from INFO up, to its rank's file; returns the file."""
     path = log_path(output, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(_FORMAT))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(min(root.level or logging.INFO, logging.INFO))
+    for name in ("msa_workloads", "msa_kernels"):
+        logger = logging.getLogger(name)
+        for old in logger.handlers:
+            logger.removeHandler(old)
+            old.close()
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        # Ray's own handlers on the root logger would write every record a second time.
+        logger.propagate = False
     return path
 
 

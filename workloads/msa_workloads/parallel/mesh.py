@@ -51,14 +51,7 @@ def process_group_backend(device: str) -> str:
     Checkpoints and object broadcasts need a CPU backend beside NCCL, and a build without NCCL
     refuses the pair even for CPU tensors.
     """
-    if device != "gpu":
-        return "gloo"
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "device: gpu was asked for, but torch finds no GPU here; use device: cpu, or start "
-            "the workers on GPU nodes"
-        )
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if device == "gpu" and dist.is_nccl_available() else "gloo"
 
 
 def join_world(device: str) -> World:
@@ -66,6 +59,11 @@ def join_world(device: str) -> World:
 
     A group that is initialised already is used as it is.
     """
+    if device == "gpu" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            "device: gpu was asked for, but torch finds no GPU here; use device: cpu, or start "
+            "the workers on GPU nodes"
+        )
     if not dist.is_initialized():
         backend = process_group_backend(device)
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
