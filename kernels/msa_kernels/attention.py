@@ -83,8 +83,9 @@ def msa_attention(
         return_lse=return_lse, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     chosen = backends.resolve(request, backend)
-    backends.record(chosen.name, request)
     if isinstance(chosen, backends.Direct):
+        if not torch.compiler.is_compiling():
+            backends.record(chosen.name, q, k, pattern, not request.plain)
         out, lse = chosen.attend(q, k, v, pattern, placement, factor, return_lse)
     else:
         out, lse = attention(

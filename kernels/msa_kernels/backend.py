@@ -102,9 +102,14 @@ class Used:
     calls: int
 
 
-@cache
+@torch.compiler.assume_constant_result
 def load(name: str) -> Backend:
     """The backend of that name; ImportError when what it needs is not installed."""
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Backend:
     if name == "triton" and importlib.util.find_spec("msa_kernels.triton") is None:
         raise ImportError("msa_kernels.triton is not part of this installation")
     return LOADERS[name]()
@@ -136,18 +141,19 @@ def resolve(request: Request, backend: str = "auto") -> Backend:
     raise BackendError(f"{_describe(request)} is refused. {said}. Nearest: {nearest}.")
 
 
-def record(name: str, request: Request) -> None:
+def record(
+    name: str, q: torch.Tensor, k: torch.Tensor, pattern: Pattern, packed: bool
+) -> None:  # fmt: skip
     """Count a call, and log the first of its kind."""
     key = Used(
-        name, _brief(request.pattern), str(request.device), str(request.dtype).split(".")[-1],
-        request.q_rows, request.k_rows, request.q_heads, request.kv_heads, request.head_dim,
-        not request.plain, 0,
+        name, _brief(pattern), str(q.device), str(q.dtype).split(".")[-1], q.shape[1], k.shape[1],
+        q.shape[2], k.shape[2], q.shape[3], packed, 0,
     )  # fmt: skip
     with _lock:
         _calls[key] += 1
         first = _calls[key] == 1
     if first:
-        logger.info("attention on %s: %s", name, _describe(request))
+        logger.info("attention runs on %s", key)
 
 
 def used() -> list[Used]:

@@ -22,9 +22,14 @@ from msa_kernels.placement import Placement
 from msa_kernels.plan import Align, TileKernel
 
 
-@lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result
 def encode(pattern: Pattern) -> str:
-    """Canonical JSON of a pattern: equal text for equal patterns."""
+    """Canonical JSON of a pattern: equal text for equal patterns. A constant when compiled."""
+    return _encode(pattern)
+
+
+@lru_cache(maxsize=256)
+def _encode(pattern: Pattern) -> str:
     return json.dumps(pattern.to_dict(), separators=(",", ":"), sort_keys=True)
 
 
@@ -48,6 +53,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq); ``backend`` names a tile kernel."""
     view = _View(q, k, documents, q_bounds, k_bounds, align)
+    packed = documents is not None or q_bounds is not None
+    backends.record(backend, q, k, decode(pattern), packed)
     out, lse = engine.forward(
         _kernel(backend), view.enter(q), view.enter(k), view.enter(v), decode(pattern),
         *view.runs, scale,
