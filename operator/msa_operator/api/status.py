@@ -1,0 +1,116 @@
+"""``status`` of a LongContextJob: what the operator found and did, bounded in size."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from msa_operator.api.schema import Choice, Each, Int, Model, Number, Rule, Text
+
+PHASES = (
+    "Pending", "Planned", "Suspended", "Queued", "Provisioning", "Starting", "Running",
+    "Recovering", "Draining", "Complete", "Failed",
+)  # fmt: skip
+CONDITIONS = (
+    "Planned", "CapacityReady", "RayReady", "Running", "Degraded", "CheckpointFresh", "Suspended",
+    "Complete", "Failed", "Ready", "Reconciling", "Stalled",
+)  # fmt: skip
+
+Count = Annotated[int, Int(0)]
+Line = Annotated[str, Text(1024)]
+Time = Annotated[
+    str,
+    Text(
+        40, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+(Z|[+-][0-9]{2}:[0-9]{2})$", "an RFC 3339 time"
+    ),
+]
+
+
+class Condition(Model):
+    type: Annotated[str, Text(64, r"^[A-Z][A-Za-z]*$", shortest=1)]
+    status: Annotated[str, Choice(("True", "False", "Unknown"))]
+    reason: Annotated[str, Text(128, r"^[A-Z][A-Za-z0-9]*$", shortest=1)]
+    message: Annotated[str, Text(4096)] = ""
+    last_transition_time: Time
+    observed_generation: Count = 0
+
+
+class Degrees(Model):
+    tensor: Count = 1
+    context: Count = 1
+    data_shard: Count = 1
+    data_replicate: Count = 1
+
+
+class PlanStatus(Model):
+    summary: Line = ""
+    """As shown by kubectl: ``tp2 cp4 fsdp8 on 8 x p5.48xlarge``."""
+    hash: Annotated[str, Text(64)] = ""
+    version: Annotated[str, Text(64)] = ""
+    """Version of the planner that made it; a newer one never replans a running job."""
+    degrees: Degrees = Field(default_factory=Degrees)
+    machine: Annotated[str, Text(63)] = ""
+    machines: Count = 0
+    memory_gib: Annotated[float, Number(0, 1e6)] = Field(default=0.0, alias="memoryGiB")
+    """Estimated peak of one accelerator."""
+    rejected: Annotated[tuple[str, ...], Each(Text(512), 32)] = ()
+    """Alternatives that were considered, each with its reason in numbers."""
+    notes: Annotated[tuple[str, ...], Each(Text(1024), 32)] = ()
+
+
+class Attempt(Model):
+    number: Count
+    submission_id: Annotated[str, Text(128)] = ""
+    state: Annotated[str, Text(64)] = ""
+    reason: Annotated[str, Text(128)] = ""
+    message: Annotated[str, Text(4096)] = ""
+    started: Time | None = None
+    ended: Time | None = None
+    from_step: Count = 0
+    to_step: Count = 0
+
+
+class Progress(Model):
+    step: Count = 0
+    max_steps: Count = 0
+    loss: Annotated[float | None, Number(-1e30, 1e30)] = None
+    tokens_per_second: Count = 0
+    eta: Annotated[str, Text(32)] = ""
+    checkpoint_step: Count = 0
+    checkpoint_uri: Annotated[str, Text(1024)] = ""
+    updated: Time | None = None
+
+
+class Nodes(Model):
+    summary: Annotated[str, Text(32)] = ""
+    """``ready/wanted``."""
+    ready: Count = 0
+    wanted: Count = 0
+    names: Annotated[tuple[str, ...], Each(Text(253), 1024)] = ()
+
+
+class Cost(Model):
+    node_hours: Annotated[float, Number(0, 1e12)] = 0.0
+    dollars: Annotated[float | None, Number(0, 1e12)] = None
+
+
+class Ray(Model):
+    cluster: Annotated[str, Text(63)] = ""
+    head_service: Annotated[str, Text(63)] = ""
+    dashboard: Annotated[str, Text(1024)] = ""
+    epoch: Count = 0
+
+
+class JobStatus(Model):
+    observed_generation: Count = 0
+    phase: Annotated[str | None, Choice(PHASES)] = None
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=32)] = ()
+    plan: PlanStatus | None = None
+    attempts: Annotated[tuple[Attempt, ...], Field(max_length=64)] = ()
+    progress: Progress | None = None
+    nodes: Nodes | None = None
+    cost: Cost | None = None
+    ray: Ray | None = None
+
+    rules: ClassVar[tuple[Rule, ...]] = ()

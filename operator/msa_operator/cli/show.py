@@ -1,0 +1,57 @@
+"""A plan on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from msa_operator.api import LongContextJob
+from msa_operator.models import Model
+from msa_operator.planner.explain import lines
+from msa_operator.planner.request import Plan
+
+SHOWN = 10
+"""Rejected alternatives printed; JSON has more."""
+
+
+def job_lines(job: LongContextJob, model: Model) -> list[tuple[str, str]]:
+    """What is planned for, before the plan."""
+    pattern = ", ".join(f"{k} {v}" for k, v in job.spec.attention.pattern.to_dict().items()
+                        if k not in ("rows", "members"))  # fmt: skip
+    shape = model.shape
+    return [
+        ("model", f"{model.label}, {shape.parameters:,} parameters, {shape.layers} layers, "
+                  f"{shape.heads} heads over {shape.kv_heads} key/value heads"),
+        ("length", f"{job.spec.sequence.length:,} tokens"),
+        ("attention", pattern.removeprefix("type ")),
+    ]  # fmt: skip
+
+
+def print_plan(
+    console: Console, job: LongContextJob, model: Model, plan: Plan, missing: tuple[str, ...] = ()
+) -> None:
+    """The plan, why, and what else was considered."""
+    console.print(Text.assemble(("plan ", "bold"), (job.metadata.name, "bold cyan"), "  ",
+                                (plan.label, "bold")))  # fmt: skip
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in (*job_lines(job, model), *lines(plan)):
+        grid.add_row(f"  {label}", Text(text))
+    console.print(grid)
+    if plan.rejected:
+        console.print(Text("not chosen", style="bold"))
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for r in plan.rejected[:SHOWN]:
+            table.add_row(Text(f"  {r.label}"), Text(r.reason))
+        console.print(table)
+        if len(plan.rejected) > SHOWN:
+            rest = len(plan.rejected) - SHOWN
+            console.print(Text(f"  and {rest} more: --output json", style="dim"))
+    if missing:
+        console.print(Text.assemble(
+            ("this version's workers cannot run it yet: ", "yellow"), ", ".join(missing)
+        ))  # fmt: skip

@@ -1,0 +1,1 @@
+"""The planner: pure functions from a model, a pattern and machines to an explained plan."""

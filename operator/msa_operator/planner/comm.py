@@ -1,0 +1,95 @@
+"""Bytes that ranks exchange in one step, and the time that they take where nothing hides them.
+
+A first, deliberately simple model: a bandwidth per tier (inside an NVLink domain, over the
+network), no latency, and one rule of overlap per kind of parallelism. Keys and values that context
+ranks receive are counted from the pattern's own spans under a contiguous layout, or from the
+zigzag layout's figure where that is less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msa_kernels.pattern import BlockTopK, Pattern, PerHead
+from msa_workloads.runspec import MeshSpec
+
+from msa_operator.planner.hardware import Machine
+from msa_operator.planner.modelspec import ModelShape
+
+LINK_EFFICIENCY = 0.8
+"""Of a link's nominal bandwidth that large collectives reach."""
+
+DEFAULT_NETWORK_GBPS = 25.0
+"""Assumed between machines whose network is not described, in 10^9 bits per second."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one rank receives in one step, by cause."""
+
+    data: float
+    tensor: float
+    context: float
+
+
+def bandwidth(machine: Machine, ranks: int) -> float:
+    """Bytes per second into one rank, in a group of neighbouring ``ranks``."""
+    gpu = machine.accelerator
+    if gpu is not None and ranks <= machine.domain and gpu.link_gbps:
+        return gpu.link_gbps / 2 * 1e9 * LINK_EFFICIENCY
+    share = max(1, machine.count)
+    return (machine.network_gbps or DEFAULT_NETWORK_GBPS) / 8 * 1e9 / share * LINK_EFFICIENCY
+
+
+def halo_tokens(pattern: Pattern, length: int, context: int) -> float:
+    """Most key/value tokens that a context rank must receive for one layer.
+
+    Raises :class:`ValueError` when ``context`` does not divide ``length``.
+    """
+    if length % context:
+        raise ValueError(f"context {context} does not divide length {length}")
+    if context == 1:
+        return 0.0
+    own = length // context
+    zigzag = 0.75 * (context - 1) * own
+    if isinstance(pattern, PerHead):
+        members = [halo_tokens(member, length, context) for member in pattern.members]
+        return sum(members) / len(members)
+    if isinstance(pattern, BlockTopK):
+        return min((context - 1) * own, own * pattern.topk * pattern.block)
+    contiguous = max(_received(pattern, length, rank * own, own) for rank in range(context))
+    return min(float(contiguous), zigzag)
+
+
+def _received(pattern: Pattern, length: int, start: int, own: int) -> int:
+    spans = [rule.span(start, start + own - 1, length) for rule in pattern.rules()]
+    total, reached = 0, 0
+    for low, high in sorted(spans):
+        low = max(low, reached)
+        if high > low:
+            inside = max(0, min(high, start + own) - max(low, start))
+            total += high - low - inside
+            reached = high
+    return total
+
+
+def step_bytes(
+    shape: ModelShape, mesh: MeshSpec, *, tokens: int, micro_batches: int, halo: float,
+    micro_batch: int, width: int, recompute: bool,
+) -> StepBytes:  # fmt: skip
+    """Bytes received by one rank in a step of ``micro_batches``, ``tokens`` local tokens each.
+
+    ``halo`` is :func:`halo_tokens` averaged over layers. Parameters are gathered for forward and
+    for backward of every micro-batch and gradients reduced once, in fp32.
+    """
+    shards = mesh.data_shard * mesh.context
+    local = shape.parameters / mesh.tensor
+    data = local * (shards - 1) / shards * (2 * width * micro_batches + 4)
+    data += 2 * 4 * local / shards * (mesh.data_replicate - 1) / mesh.data_replicate
+    passes = 3 if recompute else 2
+    part = (mesh.tensor - 1) / mesh.tensor
+    tensor = 4 * passes * shape.layers * tokens * shape.hidden * width * part * micro_batches
+    # Keys and values once forward, once more in backward, and their gradients in fp32.
+    kv = 2 * shape.kv_size / mesh.tensor * halo * micro_batch
+    context = shape.layers * kv * (2 * width + 4) * micro_batches
+    return StepBytes(data=data, tensor=tensor, context=context)

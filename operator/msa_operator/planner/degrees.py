@@ -1,0 +1,87 @@
+"""Which degrees of parallelism a model, a length and a machine admit, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msa_operator.planner.modelspec import ModelShape
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A field of the job that makes every plan impossible, with what would be possible."""
+
+    field: str
+    """Path below ``spec``."""
+    found: str
+    allowed: str
+    nearest: str = ""
+
+    def __str__(self) -> str:
+        nearest = f"; nearest: {self.nearest}" if self.nearest else ""
+        return f"{self.field}: {self.found}; allowed: {self.allowed}{nearest}"
+
+
+class PlanError(ValueError):
+    """No plan exists. ``refusals`` name the fields to change, ``rejected`` what was tried."""
+
+    def __init__(self, refusals: tuple[Refusal, ...], rejected: tuple[str, ...] = ()) -> None:
+        super().__init__("\n".join(map(str, refusals)))
+        self.refusals = refusals
+        self.rejected = rejected
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def tensor_degrees(shape: ModelShape, domain: int) -> list[int]:
+    """Tensor degrees: each rank gets whole key/value groups, and all ranks share fast links."""
+    return [d for d in divisors(shape.kv_heads) if domain % d == 0]
+
+
+def ulysses_degrees(shape: ModelShape) -> list[int]:
+    """Degrees at which heads can be exchanged for sequence: query heads divide evenly, and
+    key/value heads either divide or are repeated evenly."""
+    kv = shape.kv_heads
+    return [d for d in divisors(shape.heads) if kv % d == 0 or d % kv == 0]
+
+
+def context_degrees(length: int, limit: int) -> list[int]:
+    """Context degrees up to ``limit``: every rank gets two equal chunks, so that causal work can
+    be balanced by pairing an early with a late one."""
+    return [1, *(d for d in range(2, limit + 1) if length % (2 * d) == 0)]
+
+
+def nearest(value: int, allowed: list[int]) -> int:
+    """The allowed degree closest to ``value``, the smaller of two."""
+    return min(allowed, key=lambda d: (abs(d - value), d))
+
+
+def tensor_refusal(shape: ModelShape, domain: int, value: int, where: str) -> Refusal | None:
+    """Why ``value`` cannot be the tensor degree on a machine called ``where``."""
+    allowed = tensor_degrees(shape, domain)
+    if value in allowed:
+        return None
+    return Refusal(
+        "parallelism.tensor",
+        f"found {value} for {shape.heads} query and {shape.kv_heads} key/value heads on {where} "
+        f"({domain} linked)",
+        ", ".join(map(str, allowed)),
+        str(nearest(value, allowed)),
+    )
+
+
+def context_refusal(length: int, value: int) -> Refusal | None:
+    """Why ``value`` cannot be the context degree of sequences of ``length``."""
+    if value == 1 or length % (2 * value) == 0:
+        return None
+    allowed = context_degrees(length, max(64, min(2 * value, 1024)))
+    return Refusal(
+        "parallelism.context",
+        f"found {value} for length {length}: each rank needs two equal chunks, and {length} is "
+        f"not a multiple of {2 * value}",
+        ", ".join(map(str, allowed)),
+        str(nearest(value, allowed)),
+    )

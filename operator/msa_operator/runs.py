@@ -1,0 +1,221 @@
+"""From a job to a plan, and from a job and its plan to the RunSpec that workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from msa_workloads.runspec import (
+    AttentionSpec,
+    CheckpointSpec,
+    DataSpec,
+    ModelSpec,
+    RecoverySpec,
+    RunSpec,
+    SequenceSpec,
+    TrainingSpec,
+)
+
+from msa_operator.api.job import Accelerators, LongContextJob
+from msa_operator.api.problems import JobError, Problem
+from msa_operator.api.profile import HardwareProfile
+from msa_operator.models import Model
+from msa_operator.planner import explain
+from msa_operator.planner.degrees import PlanError
+from msa_operator.planner.hardware import (
+    DEFAULT_TYPES,
+    Accelerator,
+    Machine,
+    MachineError,
+    machine,
+)
+from msa_operator.planner.request import Plan, Request
+from msa_operator.planner.runtime import Runtime
+from msa_operator.planner.search import plan as search
+
+
+def plan_job(
+    job: LongContextJob, model: Model, machines: Sequence[Machine], runtime: Runtime
+) -> Plan:
+    """The plan of a job on these machines. Raises :class:`JobError` when there is none."""
+    try:
+        return search(request(job, model, machines), runtime)
+    except PlanError as error:
+        raise JobError([
+            Problem(f"spec.{r.field}", r.found, r.allowed, r.nearest) for r in error.refusals
+        ]) from error  # fmt: skip
+
+
+def request(job: LongContextJob, model: Model, machines: Sequence[Machine]) -> Request:
+    """What the planner is asked for this job."""
+    spec = job.spec
+    limits = spec.hardware.accelerators or Accelerators()
+    degrees = spec.parallelism
+    return Request(
+        shape=model.shape,
+        pattern=spec.attention.pattern,
+        length=spec.sequence.length,
+        machines=tuple(machines),
+        global_batch_tokens=spec.sequence.global_batch_tokens,
+        dense_layers=spec.attention.dense_layers,
+        precision=spec.training.precision,
+        workers=spec.hardware.workers,
+        least=limits.min,
+        most=limits.max,
+        tensor=degrees.tensor,
+        context=degrees.context,
+        data_shard=degrees.data_shard,
+        data_replicate=degrees.data_replicate,
+        fixed=degrees.policy == "Fixed",
+    )
+
+
+def machines_of(
+    job: LongContextJob, profiles: Sequence[HardwareProfile], here: Callable[[], Machine]
+) -> tuple[Machine, ...]:
+    """The machines that a job may use: this one for CPU jobs, else the types that it names.
+
+    Raises :class:`JobError` for types that nobody describes.
+    """
+    if job.spec.hardware.device == "cpu":
+        host = here()
+        return (replace(host, accelerator=None, count=0, domain=1),)
+    known = {p.spec.instance_type: described(p) for p in profiles}
+    names = job.spec.hardware.instance_types or (*known, *DEFAULT_TYPES)
+    found, problems = [], []
+    for n, name in enumerate(names):
+        try:
+            found.append(machine(name, known))
+        except MachineError as error:
+            text, _, nearest = str(error).partition("; nearest: ")
+            problems.append(Problem(f"spec.hardware.instanceTypes[{n}]", text, nearest=nearest))
+    if problems:
+        raise JobError(problems)
+    return tuple(found)
+
+
+def described(profile: HardwareProfile) -> Machine:
+    """The machine that a HardwareProfile describes."""
+    spec = profile.spec
+    gpu = Accelerator(
+        spec.accelerator.name, spec.accelerator.memory_mib, spec.accelerator.peak_tflops,
+        spec.accelerator.memory_gbps, spec.accelerator.link_gbps,
+    )  # fmt: skip
+    linked = spec.accelerator.domain or spec.accelerator.count
+    return Machine(
+        spec.instance_type, gpu, spec.accelerator.count, spec.cpus, spec.memory_mib,
+        domain=linked if spec.accelerator.link_gbps else 1,
+        efa=spec.network.efa,
+        network_gbps=spec.network.gbps,
+        gpudirect=spec.network.rdma == "GPUDirect",
+        dollars_per_hour=spec.dollars_per_hour,
+        allocatable_mib=spec.allocatable_memory_mib or int(spec.memory_mib * 0.925) - 2048,
+    )  # fmt: skip
+
+
+def run_spec(
+    job: LongContextJob,
+    plan: Plan,
+    model: Model,
+    *,
+    output: str,
+    checkpoint_uri: str,
+    owner: str = "ray",
+    threads: int = 0,
+) -> RunSpec:
+    """Everything that the workers of this job are told; pure.
+
+    ``output`` and ``checkpoint_uri`` are where this door keeps them; a ``checkpoint.uri`` in the
+    job wins. ``owner`` restarts failed attempts, up to the job's ``failure.maxRestarts``.
+    """
+    spec, training = job.spec, job.spec.training
+    warmup = training.warmup_steps
+    return RunSpec(
+        name=job.metadata.name,
+        model=ModelSpec(
+            config=_config(model, spec.sequence.length),
+            source=model.source,
+            tokenizer=model.tokenizer,
+        ),
+        data=DataSpec(
+            source=spec.data.source,
+            text_field=spec.data.text_field,
+            packing=spec.data.packing,
+            holdout_fraction=spec.data.holdout_fraction,
+        ),
+        sequence=SequenceSpec(
+            length=spec.sequence.length,
+            micro_batch=plan.micro_batch,
+            accumulation=plan.accumulation,
+        ),
+        attention=AttentionSpec(
+            pattern=spec.attention.pattern.to_dict(), dense_layers=spec.attention.dense_layers
+        ),
+        training=TrainingSpec(
+            max_steps=training.max_steps,
+            learning_rate=training.learning_rate,
+            min_learning_rate_ratio=training.min_learning_rate_ratio,
+            warmup_steps=training.max_steps // 20 if warmup is None else warmup,
+            weight_decay=training.weight_decay,
+            beta1=training.beta1,
+            beta2=training.beta2,
+            clip_norm=training.clip_norm,
+            precision=training.precision,
+            seed=training.seed,
+            evaluate_every=training.evaluate_every,
+            evaluate_sequences=training.evaluate_sequences,
+        ),
+        checkpoint=CheckpointSpec(
+            uri=spec.checkpoint.uri or checkpoint_uri,
+            every_steps=spec.checkpoint.every_steps,
+            keep=spec.checkpoint.keep,
+            resume=spec.checkpoint.resume,
+        ),
+        output=output,
+        device=spec.hardware.device,
+        threads=threads,
+        mesh=plan.mesh,
+        memory=plan.memory,
+        recovery=RecoverySpec(
+            owner="ray" if owner == "ray" else "operator",
+            max_restarts=spec.failure.max_restarts,
+        ),
+        plan=explain.to_dict(plan),
+    )
+
+
+def _config(model: Model, length: int) -> dict[str, Any]:
+    """The model's config with room for ``length`` positions; the plan notes an extension."""
+    if model.shape.positions >= length:
+        return model.config
+    return {**model.config, "max_position_embeddings": length}
+
+
+def same_run(a: RunSpec, b: RunSpec) -> str:
+    """Empty when ``b`` may continue ``a``'s checkpoints, else the first field that forbids it.
+
+    Steps, where files go, and how work is split may change; what is learned and in which order
+    may not.
+    """
+    parts = (
+        ("model", a.model, b.model),
+        ("data", a.data, b.data),
+        ("sequence.length", a.sequence.length, b.sequence.length),
+        ("tokens of a step", step_tokens(a), step_tokens(b)),
+        ("attention", _plain(a.attention), _plain(b.attention)),
+        ("training.seed", a.training.seed, b.training.seed),
+        ("training.precision", a.training.precision, b.training.precision),
+        ("training.learningRate", a.training.learning_rate, b.training.learning_rate),
+    )
+    return next((name for name, x, y in parts if x != y), "")
+
+
+def step_tokens(spec: RunSpec) -> int:
+    """Tokens of one optimizer step over all ranks."""
+    per_rank = spec.sequence.length * spec.sequence.micro_batch * spec.sequence.accumulation
+    return per_rank * spec.mesh.data_ranks
+
+
+def _plain(attention: AttentionSpec) -> Any:
+    return attention.pattern, attention.dense_layers
