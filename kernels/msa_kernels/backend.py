@@ -28,7 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class BackendError(ValueError):
-    """No implementation serves the request; the message says why each one refuses."""
+    """No implementation serves the request; the message says why each one refuses.
+
+    ``reasons`` has them by backend name, where backends were asked.
+    """
+
+    def __init__(self, message: str, reasons: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reasons = reasons or {}
 
 
 @runtime_checkable
@@ -138,7 +145,7 @@ def resolve(request: Request, backend: str = "auto") -> Backend:
     works = [n for n in LOADERS if n not in reasons and refusal(n, request) is None]
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     nearest = f"backend={works[0]!r} serves it" if works else "no other backend serves it either"
-    raise BackendError(f"{_describe(request)} is refused. {said}. Nearest: {nearest}.")
+    raise BackendError(f"{_describe(request)} is refused. {said}. Nearest: {nearest}.", reasons)
 
 
 def record(

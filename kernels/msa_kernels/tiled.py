@@ -18,14 +18,15 @@ import torch
 from msa_kernels.masks import element_mask
 from msa_kernels.plan import PartPlan, Request
 
-BLOCK_Q = 128
+BLOCK_Q = 64
 """Query rows of a tile. Larger wastes pairs at the edges of a window, smaller wastes the matrix
-units; 128 is within 5 % of the best on the CPUs measured, for windows of 64 to 8192."""
+units: 64 was fastest for windows up to 512 on the CPUs measured and within 10 % for 8192."""
 BLOCK_K = 32
 """Granularity of key lists. Slices of neighbouring tiles are joined, so small tiles cost nothing
 and keep what is computed close to what is allowed."""
 CHUNK = 2048
-"""Most keys per product: bounds the scores that exist at a time to 1 MiB per head in fp32."""
+"""Most keys per product: bounds the scores that exist at a time to 512 KiB per query head in
+fp32, which stays in a core's cache."""
 MASK_BYTES = 16 << 20
 """Masks of partial tiles kept per plan; beyond it they are recomputed at each use."""
 
