@@ -12,9 +12,18 @@ from msa_kernels.pattern import BlockList, Dense, Pattern
 from pydantic import Field
 
 from msa_operator.api import values
+from msa_operator.api.fields import Degree, ObjectName, Switch
+from msa_operator.api.operations import (
+    Capacity,
+    Checkpoint,
+    Cleanup,
+    Deadlines,
+    Failure,
+    Network,
+)
 from msa_operator.api.pattern import PatternField
+from msa_operator.api.pod import Pod, Queue
 from msa_operator.api.schema import (
-    Bool,
     Choice,
     Each,
     Int,
@@ -31,20 +40,6 @@ from msa_operator.planner.presets import PRESETS
 GROUP = "flashmsa.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
-
-Switch = Annotated[bool, Bool()]
-Duration = Annotated[
-    str, Text(32, values.DURATION, values.DURATION_HELP, values.nearest_duration, shortest=2)
-]
-Quantity = Annotated[
-    str, Text(24, values.QUANTITY, values.QUANTITY_HELP, values.nearest_quantity, shortest=1)
-]
-Degree = Annotated[int, Int(1, 1 << 15)]
-ObjectName = Annotated[
-    str,
-    Text(253, values.SUBDOMAIN, "a Kubernetes object name (lower case, digits, '-' and '.')",
-         lambda found: values.nearest_name(found, 253), shortest=1),
-]  # fmt: skip
 
 
 class ModelSource(Model):
@@ -199,7 +194,7 @@ class Hardware(Model):
     """How many accelerators the run may use; default: 1 to 8."""
     instance_types: Annotated[
         tuple[str, ...],
-        Each(Text(63, r"^[a-z0-9][a-z0-9.-]*$", "an instance type such as p5.48xlarge", shortest=1),
+        Each(Text(63, r"^[a-z0-9][a-z0-9.-]*$", "a type such as p5.48xlarge", shortest=1),
              32, unique=True),
     ] = ()  # fmt: skip
     """Machine types to choose from, of the catalogue or of HardwareProfiles; default: any."""
@@ -230,165 +225,6 @@ class Hardware(Model):
             lambda h: "found with device gpu",
         ),
     )
-
-
-class Reservation(Model):
-    ids: Annotated[
-        tuple[str, ...],
-        Each(Text(64, r"^cr-[0-9a-f]{8,17}$", "a capacity reservation id such as cr-0123456789abcdef0"),
-             16, unique=True),
-    ] = ()  # fmt: skip
-
-
-class Capacity(Model):
-    provisioner: Annotated[str, Choice(("Karpenter", "NodeGroup", "Existing"))] = "Karpenter"
-    """Who makes nodes: Karpenter, EKS node groups, or nobody (nodes exist)."""
-    order: Annotated[
-        tuple[str, ...], Each(Choice(("Reserved", "OnDemand", "Spot")), 3, unique=True)
-    ] = ("Reserved", "OnDemand")
-    """Kinds of capacity in the order in which they are tried."""
-    reservation: Reservation = Field(default_factory=Reservation)
-
-    rules: ClassVar = (
-        Rule(
-            "size(self.order) > 0",
-            "order must name at least one kind of capacity",
-            lambda c: len(c.order) > 0,
-            "order",
-            lambda c: "found an empty list",
-            lambda c: "[OnDemand]",
-        ),
-        Rule(
-            "size(self.reservation.ids) == 0 || self.order.exists(o, o == 'Reserved')",
-            "reservation ids are used only when order names Reserved",
-            lambda c: not c.reservation.ids or "Reserved" in c.order,
-            "order",
-            lambda c: f"found [{', '.join(c.order)}] with reservation ids",
-            lambda c: f"[{', '.join(('Reserved', *c.order))}]",
-        ),
-    )
-
-
-class Network(Model):
-    efa: Annotated[str, Choice(("Auto", "Required", "Disabled"))] = "Auto"
-    """Auto uses EFA for runs over several machines that have it; Required fails without it."""
-
-
-class Checkpoint(Model):
-    uri: Annotated[
-        str | None,
-        Text(1024, values.FOLDER, values.FOLDER_HELP,
-             lambda found: values.nearest_uri(found, ("s3", "file"))),
-    ] = None  # fmt: skip
-    """Folder for checkpoints; default: beside the run's output, or what the cluster offers."""
-    every_steps: Annotated[int, Int(1, 10**9)] = 100
-    keep: Annotated[int, Int(1, 1000)] = 3
-    resume: Annotated[Literal["Latest", "Never"], Choice(("Latest", "Never"))] = "Latest"
-
-
-class Failure(Model):
-    max_restarts: Annotated[int, Int(0, 1000)] = 5
-    on_node_loss: Annotated[
-        tuple[str, ...], Each(Choice(("WaitReplacement", "Replan", "Fail")), 3, unique=True)
-    ] = ("WaitReplacement", "Replan", "Fail")
-    """What is tried, in this order, when a node is lost."""
-
-    rules: ClassVar = (
-        Rule(
-            "!self.onNodeLoss.exists(a, a == 'Fail') || "
-            "self.onNodeLoss[size(self.onNodeLoss) - 1] == 'Fail'",
-            "nothing is tried after Fail: it must come last",
-            lambda f: "Fail" not in f.on_node_loss[:-1],
-            "onNodeLoss",
-            lambda f: f"found [{', '.join(f.on_node_loss)}]",
-            lambda f: f"[{', '.join((*(a for a in f.on_node_loss if a != 'Fail'), 'Fail'))}]",
-        ),
-    )
-
-
-class Deadlines(Model):
-    capacity: Duration = "30m"
-    """Longest wait for nodes."""
-    start: Duration = "15m"
-    """Longest time from nodes ready to the first step."""
-    active: Duration = "240h"
-    """Longest time that the job may hold nodes."""
-
-
-class ObjectReference(Model):
-    name: ObjectName
-
-
-class EnvVar(Model):
-    name: Annotated[
-        str,
-        Text(253, r"^[A-Za-z_][A-Za-z0-9_]*$", "letters, digits and '_', not a digit first", shortest=1),
-    ]  # fmt: skip
-    value: Annotated[str | None, Text(32_768)] = None
-    value_from: Annotated[dict[str, Any] | None, Opaque()] = None
-    """As in a pod: secretKeyRef, configMapKeyRef, fieldRef."""
-
-    rules: ClassVar = (
-        Rule(
-            "!has(self.value) || !has(self.valueFrom)",
-            "value and valueFrom exclude each other",
-            lambda e: e.value is None or e.value_from is None,
-            "valueFrom",
-            lambda e: "found beside value",
-        ),
-    )
-
-
-class Volume(Model):
-    name: Annotated[
-        str, Text(63, values.LABEL, "a volume name (lower case, digits, '-')", shortest=1)
-    ]
-    mount_path: Annotated[
-        str, Text(1024, r"^/[^:]*$", "an absolute path", lambda f: f"/{f}", shortest=1)
-    ]
-    read_only: Switch = False
-    source: Annotated[dict[str, Any], Opaque()]
-    """As in a pod: persistentVolumeClaim, hostPath, configMap and others."""
-
-
-class Toleration(Model):
-    key: Annotated[str, Text(317)] = ""
-    operator: Annotated[str, Choice(("Equal", "Exists"))] = "Equal"
-    value: Annotated[str, Text(63)] = ""
-    effect: Annotated[str | None, Choice(("NoSchedule", "PreferNoSchedule", "NoExecute"))] = None
-    toleration_seconds: Annotated[int | None, Int(0)] = None
-
-
-class Pod(Model):
-    image: Annotated[str | None, Text(512, r"^[^\s]+$", "an image reference", shortest=1)] = None
-    """Image of head and workers; default: what the operator was installed with."""
-    service_account_name: ObjectName | None = None
-    image_pull_secrets: Annotated[tuple[ObjectReference, ...], Field(max_length=16)] = ()
-    env: Annotated[tuple[EnvVar, ...], Field(max_length=256)] = ()
-    volumes: Annotated[tuple[Volume, ...], Field(max_length=64)] = ()
-    node_selector: Annotated[dict[str, str], Map(64, 63)] = Field(default_factory=dict)
-    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=64)] = ()
-    priority_class_name: ObjectName | None = None
-    memory: Quantity | None = None
-    """Memory of a worker pod; default: what its machine can give."""
-    cpu: Quantity | None = None
-    """CPUs of a worker pod; default: what its machine can give."""
-
-
-class Queue(Model):
-    name: ObjectName
-    """The Kueue LocalQueue."""
-
-
-class Cleanup(Model):
-    on_success: Annotated[str, Choice(("DeleteCluster", "KeepHead", "KeepCluster"))] = (
-        "DeleteCluster"
-    )
-    on_failure: Annotated[str, Choice(("DeleteCluster", "KeepHead", "KeepCluster"))] = "KeepHead"
-    after: Duration = "10m"
-    """How long what is kept is kept; nodes are given back at once unless KeepCluster."""
-    ttl: Duration = "7d"
-    """When the finished job object itself is deleted."""
 
 
 def _world(spec: Any) -> bool:
@@ -424,12 +260,13 @@ _DEGREE = "(has(self.parallelism.{0}) ? self.parallelism.{0} : 1)"
 _PRODUCT = " * ".join(
     _DEGREE.format(n) for n in ("tensor", "context", "dataShard", "dataReplicate")
 )
+_LIMIT = "(has(self.hardware.accelerators) ? self.hardware.accelerators.{0} : {1})"
 _IMMUTABLE = ("model", "data", "sequence", "attention")
 
 
 class JobSpec(Model):
     suspend: Switch = False
-    """true gives the plan in status and spends nothing; on a running job, checkpoints and stops."""
+    """true plans and spends nothing; a running job writes a checkpoint and stops."""
     model: ModelSource
     data: Data
     sequence: Sequence
@@ -460,9 +297,8 @@ class JobSpec(Model):
         ),
         Rule(
             "self.parallelism.policy != 'Fixed' || self.hardware.device != 'gpu' || "
-            f"({_PRODUCT} >= (has(self.hardware.accelerators) ? self.hardware.accelerators.min : 1)"
-            f" && {_PRODUCT} <= (has(self.hardware.accelerators) ? self.hardware.accelerators.max"
-            " : 8))",
+            f"({_PRODUCT} >= {_LIMIT.format('min', 1)} && "
+            f"{_PRODUCT} <= {_LIMIT.format('max', 8)})",
             "the degrees' product must lie within hardware.accelerators min and max",
             lambda s: s.hardware.device != "gpu" or _world(s),
             "parallelism",
@@ -521,8 +357,8 @@ class LongContextJob(Model):
     rules: ClassVar = (
         Rule(
             f"size(self.metadata.name) <= {values.JOB_NAME_LENGTH}",
-            f"metadata.name may have {values.JOB_NAME_LENGTH} characters: the Ray cluster is named "
-            "<job>-<uid>-<hash> and KubeRay allows 53",
+            f"metadata.name may have {values.JOB_NAME_LENGTH} characters: the Ray cluster is "
+            "named <job>-<uid>-<hash> and KubeRay allows 53",
             None,
         ),
         Rule(

@@ -115,14 +115,12 @@ def _read(
     kind: type[M], raw: Any, where: Callable[[Path], str], name: str,
     document: yaml12.Document = _NOWHERE,
 ) -> M:  # fmt: skip
-    if isinstance(raw, dict) and isinstance(raw.get("kind"), str):
-        if raw["kind"] != kind.__name__:
-            # Every field of another kind would be unknown: say the one thing that matters.
-            problem = Problem(
-                "kind", f"found {show(raw['kind'])}", kind.__name__,
-                closest(raw["kind"], [kind.__name__]), where(("kind",)),
-            )  # fmt: skip
-            raise JobError([problem], name)
+    found = raw.get("kind") if isinstance(raw, dict) else None
+    if isinstance(found, str) and found != kind.__name__:
+        # Every field of another kind would be unknown: say the one thing that matters.
+        nearest = closest(found, [kind.__name__])
+        problem = Problem("kind", f"found {show(found)}", kind.__name__, nearest, where(("kind",)))
+        raise JobError([problem], name)
     reader = Reader(where)
     value = reader.read(kind, raw)
     if value is None:

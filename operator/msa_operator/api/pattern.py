@@ -73,8 +73,8 @@ class PatternField(Marker):
         try:
             causal = from_dict(value).causal
         except PatternError as error:
-            return [Fault(f"found {show(_at(value, error.path))}", error.problem.split(", found")[0],
-                          path=f".{error.path}")]  # fmt: skip
+            found, allowed = show(_at(value, error.path)), error.problem.split(", found")[0]
+            return [Fault(f"found {found}", allowed, path=f".{error.path}")]
         if not causal:
             return [Fault(
                 "found a pattern in which tokens see later ones",

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from msa_operator.api import values
 from msa_operator.api.schema import Choice, Int, Map, Model, Number, Rule, Text
 
 INSTANCE_TYPE = Text(63, r"^[a-z0-9][a-z0-9.-]*$", "lower case, digits, '-' and '.'", shortest=1)
@@ -74,7 +75,7 @@ class ProfileMetadata(Model):
 
     name: Annotated[
         str,
-        Text(253, r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "lower case, digits, '-' and '.'", shortest=1),
+        Text(253, values.SUBDOMAIN, "lower case, digits, '-' and '.'", shortest=1),
     ]  # fmt: skip
 
 

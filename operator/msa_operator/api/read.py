@@ -40,7 +40,9 @@ class Partial:
         if name in self._kind.model_fields:
             raise _Unknown(name)
         inherited = getattr(self._kind, name)
-        return inherited.fget(self) if isinstance(inherited, property) else inherited
+        if isinstance(inherited, property) and inherited.fget is not None:
+            return inherited.fget(self)
+        return inherited
 
 
 @dataclass
@@ -101,12 +103,10 @@ class Reader:
         elif model is not None:
             values[name] = self._object(model, raw, path)
         else:
-            faults = list(self._leaf(marker_of(info), raw, name, values))
-            for fault in faults:
-                inside = join(path) + fault.path
-                self.problems.append(Problem(
-                    inside, fault.found, fault.allowed, fault.nearest, self.where(_deep(path, fault))
-                ))  # fmt: skip
+            for fault in self._leaf(marker_of(info), raw, name, values):
+                where = self.where(_deep(path, fault))
+                at = join(path) + fault.path
+                self.problems.append(Problem(at, fault.found, fault.allowed, fault.nearest, where))
 
     def _leaf(
         self, marker: Marker, raw: Any, name: str, values: dict[str, Any]

@@ -19,7 +19,9 @@ from pydantic_core import CoreSchema, core_schema
 
 from msa_operator.api.problems import closest, show
 
-INT64 = (1 << 63) - 1
+WHOLE = (1 << 53) - 1
+"""Largest integer that JSON readers which compute in doubles keep exact, the API server's own
+check of bounds among them."""
 
 
 class Fault(ValueError):
@@ -78,7 +80,7 @@ class Int(Marker):
     """An integer from ``lo`` to ``hi``, both included."""
 
     lo: int
-    hi: int = INT64
+    hi: int = WHOLE
 
     def read(self, value: Any) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and self.lo <= value <= self.hi:
@@ -86,7 +88,7 @@ class Int(Marker):
         raise Fault(f"found {show(value)}", f"an integer {self._range()}", self._nearest(value))
 
     def _range(self) -> str:
-        return f"from {self.lo} to {self.hi}" if self.hi < INT64 else f"of at least {self.lo}"
+        return f"from {self.lo} to {self.hi}" if self.hi < WHOLE else f"of at least {self.lo}"
 
     def _nearest(self, value: Any) -> str:
         if isinstance(value, str):
@@ -115,9 +117,13 @@ class Number(Marker):
 
     def read(self, value: Any) -> float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and math.isfinite(value) and self.lo <= value <= self.hi:
-            if not (self.above and value == self.lo):
-                return float(value)
+        if (
+            number
+            and math.isfinite(value)
+            and self.lo <= value <= self.hi
+            and not (self.above and value == self.lo)
+        ):
+            return float(value)
         low = "above" if self.above else "from"
         raise Fault(
             f"found {show(value)}", f"a number {low} {self.lo:g} to {self.hi:g}",
@@ -150,9 +156,9 @@ class Text(Marker):
     shortest: int = 0
 
     def read(self, value: Any) -> str:
-        if isinstance(value, str) and self.shortest <= len(value) <= self.longest:
-            if not self.pattern or re.fullmatch(self.pattern, value):
-                return value
+        fits = isinstance(value, str) and self.shortest <= len(value) <= self.longest
+        if fits and (not self.pattern or re.fullmatch(self.pattern, value)):
+            return value
         allowed = self.help or "text"
         if isinstance(value, str) and len(value) > self.longest:
             raise Fault(

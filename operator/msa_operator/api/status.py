@@ -74,7 +74,7 @@ class Attempt(Model):
 class Progress(Model):
     step: Count = 0
     max_steps: Count = 0
-    loss: Annotated[float | None, Number(-1e30, 1e30)] = None
+    loss: Annotated[float | None, Number(-1e9, 1e9)] = None
     tokens_per_second: Count = 0
     eta: Annotated[str, Text(32)] = ""
     checkpoint_step: Count = 0

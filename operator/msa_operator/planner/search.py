@@ -273,7 +273,7 @@ def _why_none(request: Request, runtime: Runtime, reasons: list[Rejected]) -> tu
         counts = ", ".join(f"{m.name} has {m.count}" for m in request.machines)
         field = "parallelism" if request.fixed else "hardware.accelerators"
         return (Refusal(
-            field, f"no number of accelerators from {request.least} to {request.most} fits: {counts}",
+            field, f"no number from {request.least} to {request.most} fits: {counts}",
             "part of one machine, or whole machines, that the given degrees divide",
         ),)  # fmt: skip
     smallest = reasons[0]
