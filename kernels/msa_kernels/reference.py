@@ -48,18 +48,8 @@ def reference(
     """
     leaves = [t.detach().double().cpu().requires_grad_() for t in (q, k, v)]
     q64, k64, v64 = leaves
-    batch, q_rows, q_heads, dim = q.shape
-    k_rows, kv_heads = k.shape[1:3]
-    group = q_heads // kv_heads
-    where = [
-        _positions(b, q_rows, k_rows, documents, bounds, align) for b in range(batch)
-    ]  # fmt: skip
-    seen = torch.stack(
-        [
-            torch.stack([_visible(pattern.for_group(h // group), *at) for h in range(q_heads)])
-            for at in where
-        ]
-    )
+    dim, group = q.shape[3], q.shape[2] // k.shape[2]
+    seen = visible(q, k, pattern, documents=documents, bounds=bounds, align=align)
     scores = torch.einsum("bqhd,bkhd->bhqk", q64, k64.repeat_interleave(group, 2))
     scores = scores * (dim**-0.5 if scale is None else scale)
     scores = scores.masked_fill(~seen, -math.inf)
@@ -78,6 +68,26 @@ def reference(
         grads = dq, dk, dv
     lse = torch.where(some, lse, -math.inf)
     return Result(out.detach(), lse.detach(), grads)
+
+
+def visible(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    pattern: Pattern,
+    *,
+    documents: torch.Tensor | None = None,
+    bounds: tuple[Sequence[int], Sequence[int]] | None = None,
+    align: Align = "bottom-right",
+) -> torch.Tensor:
+    """Which keys each query of each head sees, bool (B, Hq, Sq, Sk), by the predicate alone."""
+    group = q.shape[2] // k.shape[2]
+    rows = []
+    for b in range(q.shape[0]):
+        at = _positions(b, q.shape[1], k.shape[1], documents, bounds, align)
+        rows.append(
+            torch.stack([_visible(pattern.for_group(h // group), *at) for h in range(q.shape[2])])
+        )
+    return torch.stack(rows)
 
 
 def _positions(
