@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``step-00000100``: torch DCP files (model and optimizer, sharded, loadable
 on any number of ranks), one random state per rank, the history of metrics, and ``complete.json``,
-which is written last. Without a ``complete.json`` whose file sizes hold, the folder does not count:
+on any number of ranks), one random state per rank, the metrics so far, and ``complete.json``,
 a run that dies while saving resumes from the checkpoint before, and the next save clears what was
 left. Old checkpoints are removed only after a newer one is committed.
 
@@ -49,7 +49,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """What ``complete.json`` says. ``next_sample`` is the first global sample not yet trained on."""
+    """What ``complete.json`` says; ``next_sample`` is the first global sample not yet used."""
 
     step: int
     next_sample: int

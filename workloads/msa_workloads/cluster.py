@@ -8,6 +8,7 @@ touches the home folder. It ends with the run, also on Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -36,14 +37,14 @@ class Cluster:
 def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
     """Connect to the Ray of ``RAY_ADDRESS`` (set inside every Ray job), or start a local one."""
     with contextlib.ExitStack() as stack:
-        local = not os.environ.get("RAY_ADDRESS")
-        if local:
+        folder: Path | None = None
+        if not os.environ.get("RAY_ADDRESS"):
             folder = Path(stack.enter_context(_temporary_folder()))
             stack.enter_context(_environment(_local_environment(spec, folder)))
         # Imported here: Ray reads its authentication mode from the environment on import.
         import ray
 
-        if local:
+        if folder:
             ray.init(
                 address="local",
                 num_cpus=spec.mesh.world_size,
@@ -51,16 +52,16 @@ def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
             )
         else:
-            ray.init(log_to_driver=False, logging_level="ERROR")
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
         stack.callback(ray.shutdown)
-        if local:
+        if folder:
             _check_loopback(ray.nodes())
-        yield Cluster(local)
+        yield Cluster(local=folder is not None)
 
 
 def _check_loopback(nodes: list[dict[str, Any]]) -> None:

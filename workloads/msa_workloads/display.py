@@ -121,7 +121,10 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("order-1 byte model", f"{order1['bits_per_byte']:.4f} bits per byte"))
     content = summary["data"]
     lines += [
-        ("data", f"{content['source']}, {content['objects']:,} objects, {content['bytes']:,} bytes"),
+        (
+            "data",
+            f"{content['source']}, {content['objects']:,} objects, {content['bytes']:,} bytes",
+        ),
         ("content hash", content["sha256"]),
         ("attention", "; ".join(summary["attention"]) or "not recorded"),
         ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),

@@ -102,9 +102,7 @@ def run_on_ray(spec: RunSpec, *, resume: bool, console: Console) -> dict[str, An
             spec, checkpoint=dataclasses.replace(spec.checkpoint, resume="Latest")
         )
         outcome, restarts = _follow(worker_spec, cluster, console)
-    summary = write_report(
-        spec, outcome, wall_seconds=time.time() - started, restarts=restarts
-    )
+    summary = write_report(spec, outcome, wall_seconds=time.time() - started, restarts=restarts)
     print_summary(console, summary)
     return summary
 
@@ -182,9 +180,7 @@ def _trainer(spec: RunSpec, cluster: Cluster, board: Any) -> Any:
         run_config=RunConfig(
             name=spec.name,
             storage_path=str(Path(spec.output) / "ray-train"),
-            worker_runtime_env=(
-                None if cluster.local else {"env_vars": worker_environment(spec)}
-            ),
+            worker_runtime_env=(None if cluster.local else {"env_vars": worker_environment(spec)}),
             # One owner of recovery: Ray, or whoever started this attempt, never both.
             failure_config=FailureConfig(
                 max_failures=spec.recovery.max_restarts if owns else 0,
@@ -234,8 +230,7 @@ def _start_board() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Board)
-    return actor.remote()
+    return ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
 def _take(board: Any) -> Iterator[tuple[str, Any]]:

@@ -43,6 +43,9 @@ def short_traceback(error: BaseException) -> str:
     head = "Traceback (most recent call last):\n"
     if left_out:
         head += f"  ... {left_out} outer frames\n"
-    return head + "".join(
-        [*traceback.format_list(shown), *traceback.format_exception_only(error)]
-    ).rstrip()
+    return (
+        head
+        + "".join(
+            [*traceback.format_list(shown), *traceback.format_exception_only(error)]
+        ).rstrip()
+    )

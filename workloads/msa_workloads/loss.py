@@ -44,9 +44,7 @@ def chunked_linear_loss(
     def part(piece: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return summed_loss(head(piece), targets)
 
-    for piece, targets in zip(
-        flat_hidden.split(chunk), flat_labels.split(chunk), strict=True
-    ):
+    for piece, targets in zip(flat_hidden.split(chunk), flat_labels.split(chunk), strict=True):
         total = total + checkpoint(part, piece, targets, use_reentrant=False)
     return total
 

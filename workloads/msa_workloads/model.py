@@ -55,9 +55,7 @@ class LanguageModel(nn.Module):
             ).last_hidden_state
             head = self.model.get_output_embeddings()
             return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk)
-        logits = self.model(
-            input_ids=batch.tokens, position_ids=batch.positions, **extra
-        ).logits
+        logits = self.model(input_ids=batch.tokens, position_ids=batch.positions, **extra).logits
         return (token_losses if per_token else summed_loss)(logits, batch.labels)
 
 

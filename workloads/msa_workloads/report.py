@@ -155,7 +155,12 @@ def _pattern_picture(pattern: Pattern, length: int) -> dict[str, Any]:
         return {"title": pattern.kind, "note": error.problem, "svg": ""}
     figure, axes = _figure(3.4, 3.4)
     axes.imshow(
-        seen, extent=(0, length, length, 0), cmap="Blues", interpolation="nearest", vmin=0, vmax=1.3
+        seen,
+        extent=(0, length, length, 0),
+        cmap="Blues",
+        interpolation="nearest",
+        vmin=0,
+        vmax=1.3,
     )
     axes.set_xlabel("key")
     axes.set_ylabel("query")

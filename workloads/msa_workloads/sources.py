@@ -7,10 +7,10 @@ glob on a local or shared disk, ``s3://`` a prefix or glob in a bucket. A source
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -83,8 +83,7 @@ def open_source(address: str) -> Source:
     if scheme == "s3":
         return S3Source(address)
     raise DataError(
-        f"data source {address!r}: unknown scheme {scheme!r}, "
-        "allowed: python-stdlib, file, s3"
+        f"data source {address!r}: unknown scheme {scheme!r}, allowed: python-stdlib, file, s3"
     )
 
 
@@ -106,7 +105,9 @@ class _Files:
         except OSError as error:
             raise DataError(f"cannot read {self._paths[entry.name]}: {error.strerror}") from None
         if len(got) != stop - start:
-            raise DataError(f"{self._paths[entry.name]} changed while it was in use: it ended early")
+            raise DataError(
+                f"{self._paths[entry.name]} changed while it was in use: it ended early"
+            )
         return got
 
     def stream(self, entry: Entry) -> Iterator[bytes]:
@@ -178,7 +179,7 @@ class S3Source:
         prefix = self._pattern
         for wild in "*?[":
             prefix = prefix.partition(wild)[0]
-        is_glob = prefix != self._pattern
+        matches = None if prefix == self._pattern else _glob(self._pattern).fullmatch
         found: list[Entry] = []
         try:
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -187,7 +188,7 @@ class S3Source:
             for page in pages:
                 for item in page.get("Contents", ()):
                     key = item["Key"]
-                    if not is_glob or fnmatch.fnmatchcase(key, self._pattern):
+                    if matches is None or matches(key):
                         found.append(Entry(key, item["Size"], item["ETag"].strip('"')))
         except (BotoCoreError, ClientError) as error:
             raise DataError(f"{self.address}: cannot be listed: {error}") from None
@@ -237,6 +238,15 @@ class S3Source:
                     else f"cannot be read: {error}"
                 )
                 raise DataError(f"s3://{self._bucket}/{entry.name} {problem}") from None
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """A glob over keys that means what it means on disk: only ``**`` crosses a slash."""
+    forms = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    return re.compile(
+        "".join(forms.get(p, p if p.startswith("[") else re.escape(p)) for p in pieces)
+    )
 
 
 def s3_client() -> Any:

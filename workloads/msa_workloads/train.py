@@ -198,14 +198,10 @@ def open_data(spec: RunSpec) -> Data:
     corpus = Corpus(source, tokenizer, spec.data.text_field, index)
     training, held = split(index, spec.data.holdout_fraction)
     length, packing = spec.sequence.length, spec.data.packing
-    stream = Stream(
-        corpus, training, length=length, packing=packing, seed=spec.training.seed
-    )
+    stream = Stream(corpus, training, length=length, packing=packing, seed=spec.training.seed)
     held_out = None
     if len(held) and spec.training.evaluate_sequences:
-        held_stream = Stream(
-            corpus, held, length=length, packing=packing, seed=EVALUATION_SEED
-        )
+        held_stream = Stream(corpus, held, length=length, packing=packing, seed=EVALUATION_SEED)
         ratio = float(index.text_bytes[held].sum() / index.tokens[held].sum())
         held_out = HeldOut(
             stream=held_stream,

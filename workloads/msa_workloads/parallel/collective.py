@@ -28,8 +28,6 @@ def on_rank_zero(act: Callable[[], T]) -> T:
 def sum_over_ranks(*values: int | float, device: torch.device) -> list[int | float]:
     """Each value summed over all ranks: exact for integers (modulo 2^64), fp64 for floats."""
     exact = all(isinstance(value, int) for value in values)
-    packed = torch.tensor(
-        values, dtype=torch.int64 if exact else torch.float64, device=device
-    )
+    packed = torch.tensor(values, dtype=torch.int64 if exact else torch.float64, device=device)
     dist.all_reduce(packed)
     return packed.tolist()

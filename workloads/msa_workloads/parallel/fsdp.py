@@ -26,9 +26,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, precision: str) -> None:
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32,
     )
-    fully_shard(
-        module, mesh=mesh if replicated else mesh[MeshAxisName.DP_SHARD], mp_policy=policy
-    )
+    fully_shard(module, mesh=mesh if replicated else mesh[MeshAxisName.DP_SHARD], mp_policy=policy)
 
 
 def sum_gradients(modules: Iterable[nn.Module]) -> None:
