@@ -13,7 +13,6 @@ import torch
 from msa_kernels import backend as backends
 from msa_kernels.ops import attention, encode
 from msa_kernels.pattern import (
-    BlockList,
     BlockTopK,
     Documented,
     Documents,
@@ -61,7 +60,8 @@ def msa_attention(
     chunked prefill), "top-left" the first on the first. ``backend`` is "auto" or a name of
     :data:`msa_kernels.backend.LOADERS`.
 
-    Raises ValueError for arguments that make no sense, TypeError for wrong types, and
+    Raises ValueError for arguments that make no sense (a BlockList shorter than the longest
+    document is one), TypeError for wrong types, and
     :class:`msa_kernels.backend.BackendError` where nothing implements the request.
     """
     if torch.is_autocast_enabled(q.device.type):
@@ -72,7 +72,7 @@ def msa_attention(
         if documents is not None:
             raise ValueError("documents are given twice: by the pattern and by documents=")
         pattern, documents = pattern.pattern, pattern.documents
-    check_pattern(pattern, max(q.shape[1], k.shape[1]))
+    check_pattern(pattern)
     placement = _placement(q, k, pattern, documents, align)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
@@ -142,8 +142,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
 
 
-def check_pattern(pattern: Pattern, rows: int) -> None:
-    """Raises where the pattern cannot be computed, or is for a shorter sequence."""
+def check_pattern(pattern: Pattern) -> None:
+    """Raises where the pattern cannot be computed whatever the tensors."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"pattern must be a Pattern, found {pattern!r}; see docs/patterns.md")
     for leaf in _leaves(pattern):
@@ -151,12 +151,6 @@ def check_pattern(pattern: Pattern, rows: int) -> None:
             raise backends.BackendError(
                 "BlockTopK selects its blocks at run time from an index head, which no backend "
                 "here does; nearest: BlockList with the selected blocks, or SinkWindow"
-            )
-        if isinstance(leaf, BlockList) and len(leaf.rows) * leaf.block < rows:
-            raise ValueError(
-                f"BlockList has {len(leaf.rows)} rows of {leaf.block} tokens, "
-                f"{len(leaf.rows) * leaf.block} in all, but the sequence has {rows}; "
-                f"it needs {-(-rows // leaf.block)} rows (empty ones where nothing is seen)"
             )
 
 

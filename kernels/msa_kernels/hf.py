@@ -80,7 +80,7 @@ def set_patterns(
     if len(each) != len(layers):
         raise ValueError(f"{len(each)} patterns for {len(layers)} attention layers")
     for layer, pattern in zip(layers, each, strict=True):
-        check_pattern(pattern, 0)
+        check_pattern(pattern)
         layer.msa_pattern = pattern  # type: ignore[assignment]
         layer.msa_backend = backend  # type: ignore[assignment]
 

@@ -37,7 +37,7 @@ class MsaAttention(nn.Module):
             if hidden % heads:
                 raise ValueError(f"hidden size {hidden} does not divide by {heads} heads")
             head_dim = hidden // heads
-        check_pattern(pattern, 0)
+        check_pattern(pattern)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.pattern = pattern
         self.backend = backend

@@ -182,13 +182,15 @@ def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
     ``queries`` and ``keys`` say where the rows of the caller's tensors sit: :func:`whole`,
     :func:`packed` and :func:`varlen` make them for the usual cases; a rank of a context-parallel
     group gives the runs that it holds. Raises :class:`msa_kernels.pattern.PatternError` for
-    patterns without fixed rules (BlockTopK, PerHead).
+    patterns without fixed rules (BlockTopK, PerHead) and ValueError for a block list that ends
+    before a query.
     """
     key = (pattern, _content(queries), _content(keys))
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
+    _check_tables(pattern, queries)
     made = tuple(_part_plan(part, queries, keys) for part in pattern.parts())
     with _lock:
         _plans[key] = made
@@ -238,6 +240,20 @@ def varlen(
         document[has_k], int(k_bounds[-1]),
     )  # fmt: skip
     return queries, keys
+
+
+def _check_tables(pattern: Pattern, queries: Runs) -> None:
+    longest = int((queries.position + queries.length).max(initial=0))
+    for rule in pattern.rules():
+        if rule.table is None:
+            continue
+        size, rows = rule.table
+        if len(rows) * size < longest:
+            raise ValueError(
+                f"BlockList has {len(rows)} rows of {size} tokens, {len(rows) * size} in all, but "
+                f"there are queries up to {longest}: it needs {-(-longest // size)} rows (empty "
+                "ones where nothing is seen)"
+            )
 
 
 def _content(runs: Runs) -> Hashable:

@@ -1,0 +1,147 @@
+"""Patterns: exact counts, one predicate, and a description that reads back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msa_kernels.pattern import (
+    Block,
+    BlockList,
+    BlockTopK,
+    Columns,
+    Dense,
+    Dilated,
+    Documents,
+    Fixed,
+    Pattern,
+    PatternError,
+    PerHead,
+    SinkWindow,
+    Strided,
+    Union,
+    Window,
+    from_dict,
+)
+from msa_kernels.testing import patterns
+
+LENGTHS = st.integers(1, 300)
+
+
+def pairs_by_predicate(pattern: Pattern, n: int) -> int:
+    i, j = np.arange(n)[:, None], np.arange(n)[None]
+    return int(np.broadcast_to(pattern.allows(i, j), (n, n)).sum())
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), LENGTHS)
+def test_pairs_equal_the_count(data: st.DataObject, n: int) -> None:
+    pattern = data.draw(patterns(n, per_head=False))
+    assert pattern.pairs(n) == pairs_by_predicate(pattern, n)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 90))
+def test_rows_are_the_predicate_as_bits(data: st.DataObject, n: int) -> None:
+    pattern = data.draw(patterns(n, per_head=False))
+    for i in range(n):
+        bits = sum(1 << j for j in range(n) if pattern.allows(i, j))
+        assert pattern.row(i, n) == bits
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 120))
+def test_parts_are_disjoint_and_cover_the_pattern(data: st.DataObject, n: int) -> None:
+    pattern = data.draw(patterns(n, per_head=False))
+    i, j = np.arange(n)[:, None], np.arange(n)[None]
+    count = np.zeros((n, n), int)
+    for part in pattern.parts():
+        same_residue = i % part.fold == j % part.fold
+        inside = part.allows(i // part.fold, j // part.fold)
+        count += np.logical_and(np.broadcast_to(inside, (n, n)), same_residue)
+    assert np.array_equal(count, np.broadcast_to(pattern.allows(i, j), (n, n)).astype(int))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_documents_restart_positions(data: st.DataObject, lengths: list[int]) -> None:
+    pattern = data.draw(patterns(max(lengths), per_head=False))
+    packed = pattern & Documents(tuple(lengths))
+    n = sum(lengths)
+    assert packed.pairs(n) == sum(pattern.pairs(length) for length in lengths)
+    assert packed.pairs(n) == pairs_by_predicate(packed, n)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data(), st.integers(1, 60))
+def test_description_reads_back(data: st.DataObject, n: int) -> None:
+    pattern = data.draw(patterns(n))
+    text = json.dumps(pattern.to_dict())
+    assert from_dict(json.loads(text)) == pattern
+
+
+def test_every_kind_means_what_its_definition_says() -> None:
+    n = 24
+    cases = {
+        Window(3): lambda i, j: 0 <= i - j < 3,
+        Dilated(4): lambda i, j: j <= i and (i - j) % 4 == 0,
+        Dilated(4, 2): lambda i, j: (i - j) % 4 == 0 and 0 <= (i - j) // 4 < 2,
+        Block(5): lambda i, j: j <= i and i // 5 == j // 5,
+        Columns(6, 2): lambda i, j: j <= i and j % 6 >= 4,
+        SinkWindow(4, 2): lambda i, j: j <= i and (i - j < 4 or j < 2),
+        Strided(5, "union"): lambda i, j: j <= i and (i - j < 5 or (i - j) % 5 == 0),
+        Fixed(5, 2, "union"): lambda i, j: j <= i and (i // 5 == j // 5 or j % 5 >= 3),
+        Window(3, causal=False): lambda i, j: abs(i - j) < 3,
+    }
+    for pattern, rule in cases.items():
+        for i in range(n):
+            for j in range(n):
+                assert bool(pattern.allows(i, j)) == rule(i, j), (pattern, i, j)
+
+
+def test_large_counts_are_exact_and_closed() -> None:
+    n = 1 << 20
+    assert Dense().pairs(n) == n * (n + 1) // 2
+    assert Window(8192).pairs(n) == n * 8192 - 8192 * 8191 // 2
+    strided = Strided(128, "union")
+    assert strided.pairs(n) == Window(128).pairs(n) + Dilated(128).pairs(n) - n
+
+
+@pytest.mark.parametrize(
+    ("raw", "path", "says"),
+    [
+        ({"type": "Windw", "window": 4}, "type", "allowed"),
+        ({"type": "Window", "window": 0}, "window", "at least 1"),
+        ({"type": "Window", "window": "4k"}, "window", "integer"),
+        ({"type": "Window", "size": 4}, "size", "window"),
+        ({"type": "Window"}, "window", "needs"),
+        ({"type": "Columns", "length": 4, "columns": 5}, "columns", "at most"),
+        ({"type": "Union", "members": [{"type": "Block"}]}, "members[0].length", "needs"),
+        ({"type": "BlockList", "block": 8, "rows": [[0], [1, 0]]}, "rows[1]", "ascend"),
+        ({"type": "BlockList", "block": 8, "rows": [[1]]}, "rows[0][0]", "after"),
+        ({"type": "Strided", "length": 8, "heads": "both"}, "heads", "split"),
+        ("SinkWindow", "", "mapping"),
+    ],
+)
+def test_a_bad_description_names_the_field(raw: object, path: str, says: str) -> None:
+    with pytest.raises(PatternError, match=says) as found:
+        from_dict(raw)
+    assert found.value.path == path
+
+
+def test_a_selected_pattern_has_bounds_and_no_rules() -> None:
+    pattern = BlockTopK(16, 3)
+    with pytest.raises(PatternError, match="BlockList"):
+        pattern.rules()
+    rows = tuple(tuple(sorted({0, max(0, q - 1), q})) for q in range(7))
+    assert BlockList(16, rows).pairs(100) <= pattern.pairs_bound(100)
+
+
+def test_per_head_interleaves_groups() -> None:
+    pattern = PerHead((Window(4), Dilated(2)))
+    assert [pattern.for_group(g) for g in range(4)] == [Window(4), Dilated(2)] * 2
+    with pytest.raises(PatternError, match="Union"):
+        Union((pattern, Window(2)))

@@ -1,0 +1,124 @@
+"""Plans: folded parts see exactly the pattern's pairs, views where possible, a bounded cache."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msa_kernels import plan as plans
+from msa_kernels.blocks import Runs
+from msa_kernels.pattern import Dense, Dilated, Union, Window
+from msa_kernels.placement import Placement
+from msa_kernels.plan import PartPlan, packed, plan, varlen, whole
+from msa_kernels.testing import patterns, placed, seen_pairs
+
+CPU = torch.device("cpu")
+
+
+def pairs_of_part(part: PartPlan, shape: tuple[int, int]) -> np.ndarray:
+    """The part's pairs in the caller's rows, through the layout that its kernel is given."""
+    seen = seen_pairs(part.part.allows, part.queries, part.keys)
+    count = np.zeros(shape, int)
+    fold = part.part.fold
+    if part.folds_as_view:
+        for residue in range(fold):
+            count[residue::fold, residue::fold] += seen
+        return count
+    q = np.arange(shape[0]) if part.q_order is None else part.q_order
+    k = np.arange(shape[1]) if part.k_order is None else part.k_order
+    assert np.array_equal(np.sort(q), np.arange(shape[0]))
+    count[np.ix_(q, k)] += seen
+    return count
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), placed())
+def test_parts_add_up_to_the_pattern(data: st.DataObject, where: tuple[Runs, Runs]) -> None:
+    pattern = data.draw(patterns(120, per_head=False))
+    queries, keys = where
+    total = np.zeros((queries.rows, keys.rows), int)
+    for part in plan(pattern, queries, keys):
+        total += pairs_of_part(part, total.shape)
+    assert np.array_equal(total, seen_pairs(pattern.allows, queries, keys).astype(int))
+
+
+@pytest.mark.parametrize(
+    ("where", "view"),
+    [
+        (whole(64, 64), True),
+        (whole(32, 64), True),
+        (whole(63, 63), False),
+        (whole(62, 64), False),
+        (packed(np.repeat([[0, 1, 2]], [8, 16, 4], axis=1)), True),
+        (packed(np.repeat([[0, 1, 2]], [8, 15, 5], axis=1)), False),
+    ],
+)
+def test_a_fold_is_a_view_where_everything_divides(where: object, view: bool) -> None:
+    queries, keys = where if isinstance(where, tuple) else (where, where)
+    (part,) = plan(Dilated(4), queries, keys)
+    assert part.folds_as_view is view
+
+
+def test_a_plan_without_documents_needs_no_maps() -> None:
+    (part,) = plan(Window(4), *whole(10, 16))
+    assert part.simple
+    assert (part.q_start, part.k_start) == (6, 0)
+    (part,) = plan(Window(4), *varlen(np.array([0, 3, 9]), np.array([0, 2, 4])))
+    assert not part.simple
+    maps = part.maps(CPU)
+    assert maps.q_position.tolist() == [-1, 0, 1, -4, -3, -2, -1, 0, 1]
+    assert maps.k_document.tolist() == [0, 0, 1, 1]
+
+
+def test_rows_beyond_32_bit_offsets_keep_their_place() -> None:
+    """Row 262,144 at stride 8,192 starts at element 2**31: the last row that 32 bits reach."""
+    rows, stride = 262_145, 8_192
+    lists = plan(Window(128), *whole(rows, rows))[0].tiles(128, 128)
+    last = int(lists.index[-1]) * lists.block_k
+    assert last == 262_144
+    assert last * stride == 1 << 31
+    offset = torch.tensor(int(lists.index[-1])) * lists.block_k * stride
+    assert offset.dtype == torch.int64
+
+
+def test_plans_are_shared_and_the_cache_is_bounded() -> None:
+    first = plan(Window(7), *whole(50, 50))
+    assert plan(Window(7), *whole(50, 50)) is first
+    for n in range(1, plans.PLANS_KEPT + 5):
+        plan(Dense(), *whole(n, n))
+    assert len(plans._plans) <= plans.PLANS_KEPT
+    assert plan(Window(7), *whole(50, 50)) is not first
+
+
+def test_threads_share_one_list() -> None:
+    (part,) = plan(Union((Window(9), Dilated(3))), *whole(4096, 4096))[:1]
+    with ThreadPoolExecutor(8) as pool:
+        lists = list(pool.map(lambda _: part.tiles(64, 64), range(32)))
+    assert all(found is lists[0] for found in lists)
+
+
+def test_a_changed_id_tensor_is_read_again() -> None:
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    where = Placement(ids)
+    assert len(where.runs(8, 8)[0].begin) == 1
+    assert where.runs(8, 8)[0] is where.runs(8, 8)[0]
+    ids[:, 4:] = 1
+    assert len(where.runs(8, 8)[0].begin) == 2
+
+
+@pytest.mark.parametrize(
+    ("bounds", "says"),
+    [([1, 8], "start at 0"), ([0, 5, 3, 8], "never fall"), ([0, 7], "7 but the tensor has 8")],
+)
+def test_bounds_must_cover_the_rows(bounds: list[int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Placement(None, torch.tensor(bounds), torch.tensor([0, 8])).runs(8, 8)
+
+
+def test_batch_rows_never_share_a_document() -> None:
+    runs = packed(np.zeros((3, 5), int))
+    assert runs.length.tolist() == [5, 5, 5]
