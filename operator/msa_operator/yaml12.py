@@ -47,6 +47,7 @@ _INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _NAN = re.compile(r"\.(nan|NaN|NAN)")
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _TAG = "tag:yaml.org,2002:"
 _MERGE = object()
 
@@ -108,6 +109,8 @@ def load(text: str | bytes) -> Document:
         raise YamlError(str(problem), mark.line + 1, mark.column + 1) from None
     except YAMLError as error:
         raise YamlError(_one_line(error)) from None
+    except OverflowError:
+        raise YamlError("holds an escape for a character that does not exist") from None
     lines: dict[Path, int] = {}
     return Document(_build(node, (), lines), lines)
 
@@ -276,15 +279,23 @@ def _check_tag(tag: Any, kind: str, line: int, column: int) -> None:
 
 def _resolve(event: Any, line: int, column: int) -> Any:
     """The value of a scalar event, by its tag, its quotes or its text."""
+    text = event.value
+    if _SURROGATE.search(text):
+        try:
+            # JSON writes one character beyond U+FFFF as two escapes; YAML reads them one by one.
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            problem = "holds half of a surrogate pair, which is no character"
+            raise YamlError(problem, line, column) from None
     tag = None if event.tag is None else str(event.tag).replace("!!", _TAG)
     try:
         if tag is None:
-            return scalar(event.value) if event.style is None else event.value
+            return scalar(text) if event.style is None else text
         if tag in ("!", f"{_TAG}str"):
-            return event.value
-        value = scalar(event.value)
+            return text
+        value = scalar(text)
     except ValueError:
-        raise YamlError(f"number {event.value[:20]}... is too long", line, column) from None
+        raise YamlError(f"number {text[:20]}... is too long", line, column) from None
     kinds = {"int": int, "float": float, "bool": bool, "null": type(None)}
     kind = kinds.get(tag.removeprefix(_TAG)) if tag.startswith(_TAG) else None
     if kind is None:
@@ -292,7 +303,7 @@ def _resolve(event: Any, line: int, column: int) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise YamlError(f"{event.value!r} does not fit its tag {event.tag}", line, column)
+        raise YamlError(f"{text!r} does not fit its tag {event.tag}", line, column)
     return value
 
 

@@ -228,8 +228,9 @@ class Hardware(Model):
 
 
 def _world(spec: Any) -> bool:
-    if spec.parallelism.policy != "Fixed":
-        return True
+    p = spec.parallelism
+    if p.policy != "Fixed" or not any((p.tensor, p.context, p.data_shard, p.data_replicate)):
+        return True  # nothing is fixed; Parallelism's own rule says so where that is wrong
     product = spec.parallelism.product
     if spec.hardware.device == "cpu":
         return product == spec.hardware.workers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,16 +17,27 @@ SHOWN = 10
 """Rejected alternatives printed; JSON has more."""
 
 
+def pattern_text(raw: dict[str, Any]) -> str:
+    """``SinkWindow(window 512, sinks 64)``, members inside, rows counted."""
+    words = []
+    for key, value in raw.items():
+        if key == "members":
+            words += [pattern_text(member) for member in value]
+        elif key == "rows":
+            words.append(f"{len(value)} rows")
+        elif key != "type":
+            words.append(f"{key} {value}")
+    return f"{raw['type']}({', '.join(words)})" if words else raw["type"]
+
+
 def job_lines(job: LongContextJob, model: Model) -> list[tuple[str, str]]:
     """What is planned for, before the plan."""
-    pattern = ", ".join(f"{k} {v}" for k, v in job.spec.attention.pattern.to_dict().items()
-                        if k not in ("rows", "members"))  # fmt: skip
     shape = model.shape
     return [
         ("model", f"{model.label}, {shape.parameters:,} parameters, {shape.layers} layers, "
                   f"{shape.heads} heads over {shape.kv_heads} key/value heads"),
         ("length", f"{job.spec.sequence.length:,} tokens"),
-        ("attention", pattern.removeprefix("type ")),
+        ("attention", pattern_text(job.spec.attention.pattern.to_dict())),
     ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ zigzag layout's figure where that is less.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from msa_kernels.pattern import BlockTopK, Pattern, PerHead
 from msa_workloads.runspec import MeshSpec
@@ -41,6 +42,7 @@ def bandwidth(machine: Machine, ranks: int) -> float:
     return (machine.network_gbps or DEFAULT_NETWORK_GBPS) / 8 * 1e9 / share * LINK_EFFICIENCY
 
 
+@lru_cache(maxsize=4096)
 def halo_tokens(pattern: Pattern, length: int, context: int) -> float:
     """Most key/value tokens that a context rank must receive for one layer.
 

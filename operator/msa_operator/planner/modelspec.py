@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 # Family -> (bias of q, k and v; norms on q and k) where the config does not say.
@@ -48,21 +49,21 @@ class ModelShape:
     qk_norm: bool = False
     sliding_window: int | None = None
 
-    @property
+    @cached_property
     def query_size(self) -> int:
         return self.heads * self.head_size
 
-    @property
+    @cached_property
     def kv_size(self) -> int:
         return self.kv_heads * self.head_size
 
-    @property
+    @cached_property
     def layer_matrices(self) -> int:
         """Weights of one layer that enter a matrix product with every token."""
         attention = self.hidden * (2 * self.query_size + 2 * self.kv_size)
         return attention + 3 * self.hidden * self.intermediate
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         extra = 2 * self.hidden
         if self.qkv_bias:
@@ -75,23 +76,23 @@ class ModelShape:
             extra += 2 * self.head_size
         return self.layer_matrices + extra
 
-    @property
+    @cached_property
     def embedding_parameters(self) -> int:
         """The input embedding, which is looked up and not multiplied."""
         return self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def head_parameters(self) -> int:
         """Weights of the output head as multiplied; tied ones are stored once."""
         return self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All parameters, tied ones once."""
         head = 0 if self.tied else self.head_parameters
         return self.layers * self.layer_parameters + self.hidden + self.embedding_parameters + head
 
-    @property
+    @cached_property
     def multiplied_parameters(self) -> int:
         """P - P_emb of the FLOP formula: what every token is multiplied with, head included."""
         return self.layers * self.layer_parameters + self.hidden + self.head_parameters

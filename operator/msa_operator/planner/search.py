@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from msa_kernels.pattern import Dense
-from msa_workloads.runspec import MeshSpec
+from msa_workloads.runspec import MemorySpec, MeshSpec
 
 from msa_operator.planner import comm, flops, timing
 from msa_operator.planner.checks import check
@@ -149,26 +149,26 @@ def _evaluate(
     if sequences % data:
         reason = f"{sequences} sequences a step do not divide over {data} data ranks"
         return 1e30 + data, Rejected(label, reason)
-    usable, share = _usable(machine, mesh)
+    usable, host = _usable(machine, mesh)
     halo = _halo(request, mesh.context)
     width = 2 if request.precision == "bf16" else 4
-    least: RankMemory | None = None
-    crowded = ""
+    share = sequences // data
+    # The last rung is the smallest for all but models of a layer or two: look there first.
+    least = _rank(request, mesh, runtime.ladder()[-1], 1, halo)
+    if least.total > usable:
+        every = (_rank(request, mesh, rung, 1, halo) for rung in runtime.ladder())
+        least = min(every, key=lambda rank: rank.total)
+    if least.total > usable:
+        unit = "worker" if cpu else "GPU"
+        need, have = least.total / GIB, usable / GIB
+        return need / have, Rejected(label, f"{need:.1f} GiB per {unit}, {have:.1f} usable")
     for memory in runtime.ladder():
-        for micro in _micro_batches(request, mesh, sequences // data, cpu):
+        for micro in _micro_batches(request, mesh, share, cpu):
+            rank = _rank(request, mesh, memory, micro, halo)
+            if rank.total > usable or rank.host > host:
+                continue
             tokens = micro * request.length // mesh.context
-            kv = halo * micro * 2 * request.shape.kv_size / mesh.tensor * (width + 4)
-            rank = rank_memory(
-                request.shape, mesh, memory, tokens=tokens, precision=request.precision,
-                exchange=kv, cpu=cpu,
-            )  # fmt: skip
-            if rank.total > usable:
-                least = rank if least is None or rank.total < least.total else least
-                continue
-            if rank.host > share:
-                crowded = f"{rank.host / GIB:.1f} GiB offloaded per GPU, {share / GIB:.1f} there"
-                continue
-            accumulation = sequences // data // micro
+            accumulation = share // micro
             step = flops.step_flops(
                 request.shape, pairs, request.length, sequences,
                 recompute=memory.checkpointing == "full",
@@ -194,11 +194,24 @@ def _evaluate(
                     machine, mesh, step, moved, precision=request.precision
                 ),
             )
-    unit = "worker" if cpu else "GPU"
-    if crowded or least is None:
-        return 1e29, Rejected(label, crowded or "no micro-batch divides the step")
-    need, have = least.total / GIB, usable / GIB
-    return least.total, Rejected(label, f"{need:.1f} GiB per {unit}, {have:.1f} usable")
+    reason = f"{least.host / GIB:.1f} GiB offloaded per GPU, {host / GIB:.1f} there"
+    return 1.0, Rejected(label, reason)
+
+
+def _rank(
+    request: Request, mesh: MeshSpec, memory: MemorySpec, micro_batch: int, halo: float
+) -> RankMemory:
+    width = 2 if request.precision == "bf16" else 4
+    kv = 2 * request.shape.kv_size / mesh.tensor * (width + 4)
+    return rank_memory(
+        request.shape,
+        mesh,
+        memory,
+        tokens=micro_batch * request.length // mesh.context,
+        precision=request.precision,
+        exchange=halo * micro_batch * kv,
+        cpu=request.workers is not None,
+    )
 
 
 def _usable(machine: Machine, mesh: MeshSpec) -> tuple[float, float]:
@@ -264,6 +277,8 @@ def _alternatives(best: Plan, found: list[Plan]) -> list[Rejected]:
         else:
             ratio = p.tokens_per_second / best.tokens_per_second
             reason = f"{p.tokens_per_second:,.0f} tokens/s, {ratio:.0%} of the plan's"
+            if ratio >= CLOSE:
+                reason += ": as fast within the estimate, and less simple"
         out.append(Rejected(p.label, reason))
     return out
 

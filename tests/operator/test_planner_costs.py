@@ -1,0 +1,180 @@
+"""FLOPs, memory and bytes: exact where they can be, and against published runs where not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msa_kernels.pattern import (
+    Block,
+    BlockList,
+    BlockTopK,
+    Dense,
+    Dilated,
+    Pattern,
+    PerHead,
+    SinkWindow,
+    Window,
+)
+from msa_operator.planner.comm import halo_tokens
+from msa_operator.planner.flops import head_pairs, layer_pairs, step_flops
+from msa_operator.planner.memory import rank_memory
+from msa_operator.planner.modelspec import model_shape
+from msa_operator.planner.presets import PRESETS
+from msa_workloads.runspec import MemorySpec, MeshSpec
+
+LLAMA = model_shape(PRESETS["llama-3.1-8b"])
+TINY = model_shape(PRESETS["tiny-llama"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 80), st.integers(0, 90), st.integers(1, 200))
+def test_closed_forms_count_every_pair(window: int, sinks: int, length: int):
+    pattern = SinkWindow(window, sinks)
+    assert head_pairs(pattern, length, 1) == pattern.pairs(length)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_block_lists_are_counted_block_by_block(data: st.DataObject):
+    block = data.draw(st.integers(1, 9))
+    causal = data.draw(st.booleans())
+    count = data.draw(st.integers(1, 8))
+    rows = tuple(
+        tuple(sorted(data.draw(st.sets(st.integers(0, q if causal else count), max_size=4))))
+        for q in range(count)
+    )
+    pattern = BlockList(block, rows, causal)
+    length = data.draw(st.integers(1, 80))
+    brute = sum(bool(pattern.allows(i, j)) for i in range(length) for j in range(length))
+    assert head_pairs(pattern, length, 1) == brute
+
+
+def test_pairs_of_heads_and_layers():
+    mixed = PerHead((Window(4), Dense()))
+    assert head_pairs(mixed, 10, 4) == (Window(4).pairs(10) + 55) / 2
+    assert head_pairs(BlockTopK(4, 2), 16, 1) == BlockTopK(4, 2).pairs_bound(16)
+    assert layer_pairs(TINY, Window(4), (0, 3), 10) == 2 * 55 + 2 * Window(4).pairs(10)
+
+
+def test_flops_of_dense_attention_are_the_textbook_formula():
+    length = 8192
+    pairs = layer_pairs(LLAMA, Dense(), (), length)
+    flops = step_flops(LLAMA, pairs, length, 2)
+    per_token = 6 * (LLAMA.parameters - LLAMA.embedding_parameters)
+    assert flops.matrices == per_token * 2 * length
+    textbook = 6 * LLAMA.layers * LLAMA.query_size * length  # per token, half of a full square
+    assert flops.attention / (2 * length) == pytest.approx(textbook, rel=1 / length * 1.01)
+
+
+def test_recomputation_repeats_the_layers_forward():
+    pairs = layer_pairs(LLAMA, Dense(), (), 4096)
+    again = step_flops(LLAMA, pairs, 4096, 1, recompute=True)
+    assert again.recompute_attention == again.attention / 3
+    assert again.recompute_matrices == 2 * 4096 * LLAMA.layers * LLAMA.layer_parameters
+    assert again.model == step_flops(LLAMA, pairs, 4096, 1).model
+
+
+FULL, SELECTIVE = MemorySpec(checkpointing="full"), MemorySpec(checkpointing="selective")
+OFFLOAD = MemorySpec(checkpointing="full", offload_optimizer=True)
+
+# Rows of published runs that state all that the estimate needs: what, GiB published, and the
+# error of this version. The tolerance is the error itself, so that a change of the model that
+# makes any of them worse is seen; docs/planner.md discusses them.
+PUBLISHED = {
+    "torchtitan 8B fsdp8 8k selective": (
+        LLAMA, MeshSpec(data_shard=8), SELECTIVE, 16_384, 82.4, 0.04),
+    "torchtitan 8B fsdp8 8k selective, compiled": (
+        LLAMA, MeshSpec(data_shard=8), SELECTIVE, 16_384, 77.0, 0.12),
+    "torchtitan 8B fsdp128 8k selective, compiled": (
+        LLAMA, MeshSpec(data_shard=128), SELECTIVE, 16_384, 62.0, 0.14),
+    "torchtitan 8B fsdp8 32k full": (
+        LLAMA, MeshSpec(data_shard=8), FULL, 32_768, 83.9, 0.03),
+    "torchtitan 8B fsdp2 cp4 128k full": (
+        LLAMA, MeshSpec(data_shard=2, context=4), FULL, 32_768, 84.0, 0.03),
+    "torchtitan 70B fsdp32 tp8 8k full": (
+        model_shape(PRESETS["llama-3.1-70b"]), MeshSpec(data_shard=32, tensor=8), FULL, 131_072,
+        71.9, 0.25),
+    "ZeRO-3 8B one GPU 65k full, optimizer offloaded": (
+        LLAMA, MeshSpec(), OFFLOAD, 65_000, 137.4e9 / (1 << 30), 0.14),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", PUBLISHED)
+def test_peak_memory_of_published_runs(run: str):
+    shape, mesh, memory, tokens, published, tolerance = PUBLISHED[run]
+    rank = rank_memory(shape, mesh, memory, tokens=tokens, precision="bf16")
+    assert rank.total / (1 << 30) == pytest.approx(published, rel=tolerance)
+
+
+meshes = st.builds(
+    MeshSpec, tensor=st.sampled_from([1, 2, 4, 8]), context=st.sampled_from([1, 2, 8]),
+    data_shard=st.sampled_from([1, 2, 16]), data_replicate=st.sampled_from([1, 3]),
+)  # fmt: skip
+memories = st.builds(
+    MemorySpec, checkpointing=st.sampled_from(["none", "selective", "full"]),
+    offload_checkpoints=st.booleans(), offload_optimizer=st.booleans(),
+    loss_chunk=st.sampled_from([0, 1024]), mlp_chunk=st.sampled_from([0, 1024]),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(meshes, memories, st.integers(1024, 1 << 20), st.sampled_from(["bf16", "fp32"]))
+def test_memory_is_positive_and_grows_with_tokens(
+    mesh: MeshSpec, memory: MemorySpec, tokens: int, precision: str
+):
+    rank = rank_memory(LLAMA, mesh, memory, tokens=tokens, precision=precision)
+    more = rank_memory(LLAMA, mesh, memory, tokens=tokens + 512, precision=precision)
+    parts = (rank.states, rank.gathered, rank.kept, rank.working, rank.logits, rank.host)
+    assert min(parts) >= 0
+    assert rank.total <= more.total
+
+
+@settings(deadline=None, max_examples=100)
+@given(memories, st.sampled_from([8192, 131_072]))
+def test_more_context_ranks_never_need_more(memory: MemorySpec, length: int):
+    totals = [
+        rank_memory(
+            LLAMA, MeshSpec(context=c, data_shard=2), memory, tokens=length // c, precision="bf16"
+        ).total
+        for c in (1, 2, 4, 8, 16)
+    ]
+    assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (Window(33), 32),
+        (SinkWindow(33, 5), 37),
+        (Dilated(4, 9), 35),  # up to the far end of the window; 32 of them are attended
+        (Block(64), 0),
+        (Dense(), 0.75 * 7 * 64),
+        (PerHead((Window(33), Block(64))), 16),
+        (BlockTopK(8, 2), 7 * 64),
+    ],
+)
+def test_received_tokens_of_512_over_8_ranks(pattern: Pattern, expected: float):
+    assert halo_tokens(pattern, 512, 8) == expected
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from([Window(5), Window(40), SinkWindow(9, 3), Block(12), Dilated(3, 4)]),
+    st.sampled_from([(48, 2), (48, 4), (96, 8)]),
+)
+def test_a_halo_covers_what_the_pattern_needs(pattern: Pattern, sizes: tuple[int, int]):
+    length, ranks = sizes
+    own = length // ranks
+    needed = max(
+        len({j for i in range(r * own, (r + 1) * own) for j in range(length)
+             if pattern.allows(i, j) and not r * own <= j < (r + 1) * own})
+        for r in range(ranks)
+    )  # fmt: skip
+    received = halo_tokens(pattern, length, ranks)
+    assert received >= min(needed, 0.75 * (ranks - 1) * own)
+
+
+def test_lengths_that_ranks_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="does not divide"):
+        halo_tokens(Dense(), 10, 3)
