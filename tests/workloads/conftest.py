@@ -89,7 +89,7 @@ def make_spec(tmp_path: Path, text_folder: Path) -> Callable[..., RunSpec]:
 
 @pytest.fixture
 def poll() -> Callable[[Callable[[], Any], str], Any]:
-    """Wait until ``condition()`` is true and return its value; at the deadline fail with ``what``."""
+    """Wait until ``condition()`` is true and return its value; fail with ``what`` at the end."""
 
     def wait(condition: Callable[[], Any], what: str) -> Any:
         end = time.monotonic() + DEADLINE

@@ -19,6 +19,7 @@ import json
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from msa_workloads.storage import Store
 
 MARKER = "complete.json"
 HISTORY = "history.jsonl"
+PROBE = "probe"
 
 SAVE_TIMEOUT_SECONDS = 600.0
 """A save or load that takes longer hangs: all stacks are dumped and the process ends, so that
@@ -110,6 +112,27 @@ class Checkpointer:
         self._keep = spec.checkpoint.keep
         self._seed = spec.training.seed
         self._timeout = timeout
+
+    def check_shared(self) -> None:
+        """Raise :class:`CheckpointError` unless every rank sees what rank 0 writes.
+
+        A folder on a machine's own disk would give each machine a part of every checkpoint.
+        """
+        name = on_rank_zero(lambda: f"{PROBE}/{uuid.uuid4().hex}")
+        on_rank_zero(lambda: self.store.write(name, b"shared?"))
+        try:
+            seen = self.store.read(name) == b"shared?"
+        except FileNotFoundError:
+            seen = False
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, seen)
+        on_rank_zero(lambda: self.store.delete(PROBE, MARKER))
+        if not all(ranks):
+            blind = [rank for rank, sees in enumerate(ranks) if not sees]
+            raise CheckpointError(
+                f"checkpoint.uri: ranks {blind} do not see what rank 0 writes to "
+                f"{self.store.uri}; use a folder that all machines share, or s3://"
+            )
 
     def newest(self) -> Marker | None:
         """The newest whole checkpoint as rank 0 sees it; raises when it is another run's."""

@@ -104,6 +104,14 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     console.print(table, highlight=False)
 
 
+def _attention(used: dict[str, Any]) -> str:
+    packed = ", packed documents" if used["packed"] else ""
+    return (
+        f"{used['backend']}: {used['pattern']}, {used['q_rows']} queries, {used['dtype']} on "
+        f"{used['device']}{packed}, {used['calls']} calls on rank 0"
+    )
+
+
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line that terminal and report share."""
     losses, speed = summary["loss"], summary["speed"]
@@ -126,7 +134,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{content['source']}, {content['objects']:,} objects, {content['bytes']:,} bytes",
         ),
         ("content hash", content["sha256"]),
-        ("attention", "; ".join(summary["attention"]) or "not recorded"),
+        ("attention", "; ".join(map(_attention, summary["attention"])) or "none ran"),
         ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),
         ("time", f"{clock(summary['wall_seconds'])} in all, {clock(speed['seconds'])} in steps"),
         ("restarts", str(summary["restarts"])),

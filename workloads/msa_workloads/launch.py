@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msa_kernels.backend import BackendError
 from rich.console import Console
 
 from msa_workloads.checkpoint import CheckpointError, newest_complete
@@ -42,7 +43,7 @@ from msa_workloads.train import DivergedError, run
 POLL_SECONDS = 0.3
 """How often the driver asks for news: smooth to watch, nothing in cost."""
 
-FINAL = (UnsupportedError, DataError, CheckpointError, DivergedError)
+FINAL = (UnsupportedError, DataError, CheckpointError, BackendError, DivergedError)
 """Errors that another attempt would only repeat; they end the run at once, without retries."""
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from msa_kernels.backend import BackendError
 from rich.console import Console
 
+from msa_workloads.checkpoint import CheckpointError
 from msa_workloads.display import Display, print_summary
 from msa_workloads.logs import log_to_file, short_traceback
 from msa_workloads.parallel.mesh import UnsupportedError
@@ -22,7 +24,7 @@ from msa_workloads.runspec import RunSpec, RunSpecError
 from msa_workloads.sources import DataError
 from msa_workloads.train import run
 
-BAD_INPUT = (UnsupportedError, DataError, RunSpecError)
+BAD_INPUT = (UnsupportedError, DataError, CheckpointError, BackendError)
 
 
 def main(arguments: list[str], folder: Path) -> int:

@@ -230,10 +230,13 @@ class _S3Files(FileSystemBase):
             with io.BufferedReader(raw, READ_AHEAD) as stream:
                 yield stream
             return
-        with tempfile.SpooledTemporaryFile(SPOOL) as spool:
+        spool = _Spool(SPOOL)
+        try:
             yield cast(io.IOBase, spool)
             spool.seek(0)
-            self.client.upload_fileobj(_Unclosable(spool), bucket, key)
+            self.client.upload_fileobj(spool, bucket, key)
+        finally:
+            spool.discard()
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         return f"{os.fspath(path)}/{suffix}"
@@ -300,26 +303,15 @@ class _S3Reader(io.RawIOBase):
         return len(body)
 
 
-class _Unclosable(io.RawIOBase):
-    """A readable view that stays open: boto3 closes what it uploads, torch still holds it."""
+class _Spool(tempfile.SpooledTemporaryFile[bytes]):
+    """A temporary file that outlives ``close``: torch closes what it wrote, boto3 what it sent."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def close(self) -> None:
+        """Keep the content until :meth:`discard`."""
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
+    def discard(self) -> None:
+        """Close for good."""
+        super().close()
 
 
 def _bucket_key(path: str | os.PathLike[str]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ checkpoint under ``checkpoint.uri`` continues from it unless the spec says ``res
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import sys
@@ -91,6 +92,7 @@ def run(spec: RunSpec, sink: Sink) -> dict[str, Any]:
     )  # fmt: skip
     content = data.corpus.index.content
     checkpoints = Checkpointer(open_store(spec.checkpoint.uri), spec)
+    checkpoints.check_shared()
     marker = _resume_from(spec, checkpoints, content["sha256"])
     history = checkpoints.load(marker, model, optimizer) if marker else []
     step, next_sample = (marker.step, marker.next_sample) if marker else (0, 0)
@@ -238,7 +240,7 @@ def _due(step: int, every: int) -> bool:
 def _attention_used() -> list[Any]:
     from msa_kernels import backend
 
-    return [str(record) for record in backend.used()]
+    return [dataclasses.asdict(record) for record in backend.used()]
 
 
 def main() -> int:

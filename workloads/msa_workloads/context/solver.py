@@ -1,0 +1,232 @@
+"""The choice of a layout: least attended area on the busiest rank, then fewest bytes.
+
+All candidates give every rank as many tokens. Their areas and the tokens they move are exact (not
+estimates); the choice is lexicographic: among the layouts whose busiest rank is within a
+tolerance of the best, the one whose busiest receiver receives least. Balance alone would scatter
+neighbouring tokens over ranks and multiply what windows have to fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from msa_kernels.pattern import Pattern
+
+from msa_workloads.context.area import row_area
+from msa_workloads.context.commplan import comm_plan
+from msa_workloads.context.intervals import Ints
+from msa_workloads.context.layout import (
+    Layout,
+    LayoutError,
+    contiguous,
+    from_chunks,
+    residues,
+    zigzag,
+)
+
+TOLERANCE = 0.03
+"""Imbalance accepted for fewer bytes: what two GPUs of one machine differ by anyway."""
+
+CHUNKS_PER_RANK = (4, 8, 16, 32)
+MAX_CHUNKS = 1024
+"""Of all ranks: bounds the solver's matrix of what chunks need of each other to 8 MiB."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and its price, weighted over layers and heads."""
+
+    name: str
+    layout: Layout
+    area: tuple[int, ...]
+    """Attended pairs of every rank."""
+    received: tuple[int, ...]
+    """Tokens that every rank receives, times the heads that need them."""
+
+    @property
+    def balance(self) -> float:
+        """Attended area, largest over mean; 1 when nothing is attended."""
+        return max(self.area) * len(self.area) / max(1, sum(self.area)) if any(self.area) else 1.0
+
+    def describe(self) -> dict[str, Any]:
+        """For a plan's explanation."""
+        return {
+            "layout": self.name,
+            "balance": round(self.balance, 4),
+            "received_max": max(self.received),
+            "received_total": sum(self.received),
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen layout with every alternative, the best first."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def layout(self) -> Layout:
+        return self.candidates[0].layout
+
+
+def solve(
+    tokens: int,
+    ranks: int,
+    patterns: Mapping[Pattern, int],
+    documents: tuple[int, ...] | None = None,
+    *,
+    multiple: int = 1,
+    tolerance: float = TOLERANCE,
+) -> Choice:
+    """Choose how ``ranks`` own a sequence of packed ``documents`` (one when None).
+
+    ``patterns`` counts, for every pattern of one head, the key/value heads of all layers that
+    have it. Chunks are multiples of ``multiple`` tokens. Deterministic. Raises
+    :class:`~msa_workloads.context.layout.LayoutError` when no layout fits.
+    """
+    lengths = documents or (tokens,)
+    rows = np.zeros(tokens, np.int64)
+    for pattern, weight in patterns.items():
+        rows += weight * row_area(pattern, lengths, tokens)
+    found: dict[Layout, Candidate] = {}
+    for name, layout in _layouts(tokens, ranks, patterns, lengths, rows, multiple, tolerance):
+        if layout not in found:
+            found[layout] = measure(name, layout, patterns, lengths, rows)
+    if not found:
+        contiguous(tokens, ranks, multiple)  # says why
+    least = min(max(c.area) for c in found.values())
+
+    def price(c: Candidate) -> tuple[bool, int, int, int]:
+        uneven = max(c.area) > (1 + tolerance) * least
+        return uneven, max(c.received), sum(c.received), max(c.area)
+
+    return Choice(tuple(sorted(found.values(), key=price)))
+
+
+def measure(
+    name: str,
+    layout: Layout,
+    patterns: Mapping[Pattern, int],
+    documents: tuple[int, ...],
+    rows: Ints | None = None,
+) -> Candidate:
+    """The exact price of one layout; ``rows`` is the weighted area of every token, if known."""
+    if rows is None:
+        rows = np.zeros(layout.tokens, np.int64)
+        for pattern, weight in patterns.items():
+            rows += weight * row_area(pattern, documents, layout.tokens)
+    padded = np.zeros(layout.padded, np.int64)
+    padded[: layout.tokens] = rows
+    area = padded[layout.permutation].reshape(layout.ranks, -1).sum(1)
+    received = np.zeros(layout.ranks, np.int64)
+    for pattern, weight in patterns.items():
+        received += weight * comm_plan(pattern, layout, documents).tokens.sum(1)
+    return Candidate(name, layout, tuple(area.tolist()), tuple(received.tolist()))
+
+
+def _layouts(
+    tokens: int,
+    ranks: int,
+    patterns: Mapping[Pattern, int],
+    documents: tuple[int, ...],
+    rows: Ints,
+    multiple: int,
+    tolerance: float,
+) -> Iterator[tuple[str, Layout]]:
+    simple = {
+        "contiguous": lambda: contiguous(tokens, ranks, multiple),
+        "rotated": lambda: contiguous(
+            tokens, ranks, multiple, _best_shift(rows, tokens, ranks, multiple)
+        ),
+        "zigzag": lambda: zigzag(tokens, ranks, multiple),
+    }
+    steps = sorted({rule.step for pattern in patterns for rule in pattern.rules()} - {1})
+    for step in steps:
+        for inner in ("zigzag", "contiguous"):
+            simple[f"residues {step}, {inner}"] = lambda step=step, inner=inner: residues(
+                tokens, ranks, step, inner, multiple
+            )
+    for name, make in simple.items():
+        try:
+            yield name, make()
+        except LayoutError:
+            continue
+    if ranks == 1:
+        return
+    for per_rank in CHUNKS_PER_RANK:
+        chunks = per_rank * ranks
+        if chunks > MAX_CHUNKS or chunks * multiple > tokens:
+            break
+        size = -(-tokens // (chunks * multiple)) * multiple
+        area = _chunk_area(rows, size, chunks)
+        yield f"balanced {per_rank}", from_chunks(tokens, size, _deal(area, ranks, None, 0.0))
+        shared = _shared(patterns, documents, tokens, size, chunks)
+        owned = _deal(area, ranks, shared, tolerance)
+        yield f"balanced {per_rank}, near", from_chunks(tokens, size, owned)
+
+
+def _best_shift(rows: Ints, tokens: int, ranks: int, multiple: int) -> int:
+    """The shift of contiguous cuts that makes the busiest rank least busy."""
+    size = contiguous(tokens, ranks, multiple).rows
+    before = np.zeros(size * ranks + 1, np.int64)
+    before[1 : tokens + 1] = np.cumsum(rows)
+    before[tokens + 1 :] = before[tokens]
+    shifts = np.arange(0, size, multiple)
+    cuts = before[shifts[None, :] + size * np.arange(ranks)[:, None]]
+    area = np.diff(cuts, axis=0)
+    last = before[-1] - cuts[-1] + cuts[0]
+    busiest = np.maximum(area.max(0, initial=0), last)
+    return int(shifts[np.argmin(busiest)])
+
+
+def _chunk_area(rows: Ints, size: int, chunks: int) -> Ints:
+    padded = np.zeros(size * chunks, np.int64)
+    padded[: len(rows)] = rows
+    return padded.reshape(chunks, size).sum(1)
+
+
+def _shared(
+    patterns: Mapping[Pattern, int], documents: tuple[int, ...], tokens: int, size: int,
+    chunks: int,
+) -> Ints:  # fmt: skip
+    """Tokens that two chunks need of each other, (chunks, chunks), symmetric."""
+    alone = from_chunks(tokens, size, [[n] for n in range(chunks)])
+    need = np.zeros((chunks, chunks), np.int64)
+    for pattern, weight in patterns.items():
+        need += weight * comm_plan(pattern, alone, documents).tokens
+    return need + need.T
+
+
+def _deal(area: Ints, ranks: int, shared: Ints | None, slack: float) -> list[list[int]]:
+    """Equal numbers of chunks for all ranks, largest area first.
+
+    Without ``shared`` each goes to the rank with least area. With it, to the rank whose chunks it
+    shares most tokens with, among those that stay within ``slack`` of the mean even when their
+    free places are filled with chunks of no area.
+    """
+    each = len(area) // ranks
+    limit = (1 + slack) * max(area.sum() / ranks, area.max(initial=0))
+    load, count = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    affinity = np.zeros((ranks, len(area)), np.int64)
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    for chunk in np.argsort(-area, kind="stable").tolist():
+        free = count < each
+        rank = int(np.argmin(np.where(free, load, np.iinfo(np.int64).max)))
+        if shared is not None:
+            fits = free & (load + area[chunk] <= limit)
+            if fits.any():
+                score = np.where(fits, affinity[:, chunk], -1)
+                best = np.flatnonzero(score == score.max())
+                rank = int(best[np.argmin(load[best])])
+            affinity[rank] += shared[:, chunk]
+        owned[rank].append(chunk)
+        load[rank] += area[chunk]
+        count[rank] += 1
+    return owned
