@@ -70,7 +70,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "preset": ({"spec.model.preset": "lama-3-8b"}, "spec.model.preset", "lama", "llama-3-8b"),
     "two models": ({"spec.model.source": "hf://a/b"}, "spec.model", "source and preset", ""),
     "no model": ({"spec.model": {}}, "spec.model", "none", ""),
-    "address": ({"spec.data.source": "s3:/b/x"}, "spec.data.source", "s3:/b/x", "s3://b/x"),
+    "address": ({"spec.data.source": "s3:/bkt/x"}, "spec.data.source", "s3:/", "s3://bkt/x"),
     "web address": ({"spec.data.source": "https://x/y"}, "spec.data.source", "https", ""),
     "batch": (
         {"spec.sequence.globalBatchTokens": 10_000}, "spec.sequence.globalBatchTokens",

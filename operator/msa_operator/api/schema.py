@@ -170,7 +170,9 @@ class Text(Marker):
 
     def _suggest(self, value: Any) -> str:
         if self.nearest is not None:
-            return self.nearest(value)
+            nearest = self.nearest(value)
+            fits = self.shortest <= len(nearest) <= self.longest
+            return nearest if fits and re.fullmatch(self.pattern, nearest) else ""
         if isinstance(value, bool | int | float) and not self.pattern:
             return f'"{show(value)}"'
         return ""
