@@ -181,7 +181,9 @@ def contiguous(tokens: int, ranks: int, multiple: int = 1, shift: int = 0) -> La
     rows = _up(tokens, ranks * multiple) // ranks
     if not 0 <= shift < rows:
         raise LayoutError(f"shift must be 0 to {rows - 1} (less than a rank's rows): {shift}")
-    mine = [(Chunk(0, shift + r * rows, shift + (r + 1) * rows),) for r in range(ranks)]
+    mine: list[tuple[Chunk, ...]] = [
+        (Chunk(0, shift + r * rows, shift + (r + 1) * rows),) for r in range(ranks)
+    ]
     if shift:
         head = Chunk(0, 0, shift)
         tail = Chunk(0, shift + (ranks - 1) * rows, ranks * rows)

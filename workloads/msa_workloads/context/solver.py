@@ -33,6 +33,8 @@ TOLERANCE = 0.03
 CHUNKS_PER_RANK = (4, 8, 16, 32)
 MAX_CHUNKS = 1024
 """Of all ranks: bounds the solver's matrix of what chunks need of each other to 8 MiB."""
+MAX_SWAPPED = 256
+"""Chunks of all ranks up to which pairs are swapped: every swap looks at all pairs."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,8 @@ def solve(
         contiguous(tokens, ranks, multiple)  # says why
     least = min(max(c.area) for c in found.values())
 
-    def price(c: Candidate) -> tuple[bool, int, int, int]:
-        uneven = max(c.area) > (1 + tolerance) * least
-        return uneven, max(c.received), sum(c.received), max(c.area)
+    def price(c: Candidate) -> tuple[bool, int, int]:
+        return max(c.area) > (1 + tolerance) * least, max(c.received), sum(c.received)
 
     return Choice(tuple(sorted(found.values(), key=price)))
 
@@ -142,10 +143,10 @@ def _layouts(
 ) -> Iterator[tuple[str, Layout]]:
     simple = {
         "contiguous": lambda: contiguous(tokens, ranks, multiple),
+        "zigzag": lambda: zigzag(tokens, ranks, multiple),
         "rotated": lambda: contiguous(
             tokens, ranks, multiple, _best_shift(rows, tokens, ranks, multiple)
         ),
-        "zigzag": lambda: zigzag(tokens, ranks, multiple),
     }
     steps = sorted({rule.step for pattern in patterns for rule in pattern.rules()} - {1})
     for step in steps:
@@ -158,7 +159,8 @@ def _layouts(
             yield name, make()
         except LayoutError:
             continue
-    if ranks == 1:
+    if ranks == 1 or (len(documents) == 1 and _windowed(patterns)):
+        # Every full stretch of a window has the same area: cutting it finer only adds halos.
         return
     for per_rank in CHUNKS_PER_RANK:
         chunks = per_rank * ranks
@@ -166,10 +168,19 @@ def _layouts(
             break
         size = -(-tokens // (chunks * multiple)) * multiple
         area = _chunk_area(rows, size, chunks)
-        yield f"balanced {per_rank}", from_chunks(tokens, size, _deal(area, ranks, None, 0.0))
+        even = _deal(area, ranks, None, 0.0)
+        yield f"balanced {per_rank}", from_chunks(tokens, size, even)
         shared = _shared(patterns, documents, tokens, size, chunks)
-        owned = _deal(area, ranks, shared, tolerance)
-        yield f"balanced {per_rank}, near", from_chunks(tokens, size, owned)
+        near = _deal(area, ranks, shared, tolerance)
+        yield f"balanced {per_rank}, near", from_chunks(tokens, size, near)
+        if chunks <= MAX_SWAPPED:
+            swapped = _swap(even, area, shared, tolerance)
+            yield f"balanced {per_rank}, swapped", from_chunks(tokens, size, swapped)
+
+
+def _windowed(patterns: Mapping[Pattern, int]) -> bool:
+    rules = [rule for pattern in patterns for rule in pattern.rules()]
+    return all((r.lo is not None and r.hi is not None) or r.sinks is not None for r in rules)
 
 
 def _best_shift(rows: Ints, tokens: int, ranks: int, multiple: int) -> int:
@@ -230,3 +241,38 @@ def _deal(area: Ints, ranks: int, shared: Ints | None, slack: float) -> list[lis
         load[rank] += area[chunk]
         count[rank] += 1
     return owned
+
+
+def _swap(
+    owned: list[list[int]], area: Ints, shared: Ints, slack: float
+) -> list[list[int]]:  # fmt: skip
+    """Swap chunks of two ranks while that puts more of what they share on one rank.
+
+    The best swap first, at most one for each chunk; no rank's area exceeds the mean by more than
+    ``slack``, or what it was.
+    """
+    ranks, chunks = len(owned), len(area)
+    rank = np.empty(chunks, np.int64)
+    for r, mine in enumerate(owned):
+        rank[mine] = r
+    load = np.bincount(rank, area, ranks).astype(np.int64)
+    limit = max(int((1 + slack) * load.mean()), int(load.max()))
+    affinity = np.stack([shared[:, rank == r].sum(1) for r in range(ranks)])
+    for _ in range(chunks):
+        # gain[c, d]: c goes to d's rank and d to c's.
+        moved = affinity[rank].T - affinity[rank, np.arange(chunks)][:, None]
+        gain = moved + moved.T - 2 * shared
+        grown = load[rank][:, None] - area[:, None] + area[None, :]
+        within = grown <= limit
+        fits = within & within.T & (rank[:, None] != rank[None, :])
+        gain = np.where(fits, gain, 0)
+        c, d = divmod(int(gain.argmax()), chunks)
+        if gain[c, d] <= 0:
+            break
+        r, s = rank[c], rank[d]
+        affinity[r] += shared[:, d] - shared[:, c]
+        affinity[s] += shared[:, c] - shared[:, d]
+        load[r] += area[d] - area[c]
+        load[s] += area[c] - area[d]
+        rank[c], rank[d] = s, r
+    return [np.flatnonzero(rank == r).tolist() for r in range(ranks)]
