@@ -1,0 +1,372 @@
+"""Backward attention for Hopper: one pass for dQ, one for dK and dV, no atomics.
+
+Written in Gluon; :mod:`msa_kernels.triton.backward` is its plain twin. Both passes recompute the
+probabilities from the LSE, which may be that of a larger whole (other parts, other ranks); it is
+given in base 2, with +inf for rows that saw no key and rows padded to whole tiles. A producer warp
+loads by TMA; two consumer warpgroups own 64 rows of the output each.
+Tuples of arguments are those of :mod:`msa_kernels.triton.hopper_forward`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from msa_kernels.triton.hopper_forward import (
+    barriers,
+    flat,
+    query_item,
+    store_tile,
+    token,
+    visible,
+)
+from msa_kernels.triton.predicate import allowed
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _dq_produce(
+    descs, smem, bars, walk, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    q_desc, do_desc, k_desc, v_desc = descs
+    q_smem, do_smem, k_smem, v_smem = smem
+    q_full, k_full, k_free, v_full, v_free = bars
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
+    count = 0
+    batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
+    if begin < end:
+        for half in gl.static_range(2):
+            at = [batch, q_tile * 128 + 64 * half, head, 0]
+            mbarrier.expect(q_full.index(half), 2 * 64 * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(q_desc, at, q_full.index(half), q_smem.index(half))
+            tma.async_copy_global_to_shared(do_desc, at, q_full.index(half), do_smem.index(half))
+        tile = gl.load(index + begin)
+        for n in range(begin, end):
+            after = gl.load(index + gl.minimum(n + 1, end - 1))
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            at = [batch, tile * BLOCK_N, kv_head, 0]
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(k_desc, at, k_full.index(stage), k_smem.index(stage))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(v_desc, at, v_full.index(stage), v_smem.index(stage))
+            tile = after
+            count += 1
+
+
+@gluon.jit
+def _dq_consume(
+    smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+):  # fmt: skip
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+
+    q_smem, do_smem, k_smem, v_smem = smem
+    q_full, k_full, k_free, v_full, v_free = bars
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
+    q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
+    q_rows, k_rows, q_start, k_start = mask[8:]
+    dq, lse, delta, stat_rows, stride_b, stride_s, stride_h, head_dim, scale = outputs
+    dtype: gl.constexpr = q_smem.dtype
+    qk_scale = scale * LOG2E
+    zero = gl.full([64, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    q = flat(q_smem.index(HALF), 64, HEAD_DIM)
+    do = flat(do_smem.index(HALF), 64, HEAD_DIM)
+
+    count = 0
+    batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
+    first_row = q_tile * 128 + 64 * HALF
+    rows = first_row + gl.arange(0, 64, layout=ROW)
+    acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+    if begin < end:
+        i, document = token(rows, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
+        line = (batch * q_heads + head).to(gl.int64) * stat_rows
+        lse_row = gl.load(lse + line + rows)
+        delta_row = gl.load(delta + line + rows)
+        mbarrier.wait(q_full.index(HALF), 0)
+        for masked in gl.static_range(2):
+            if masked == 0:
+                first = begin
+                last = middle
+            else:
+                first = middle
+                last = end
+            for n in range(first, last):
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                k = flat(k_smem.index(stage), BLOCK_N, HEAD_DIM)
+                s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                v = flat(v_smem.index(stage), BLOCK_N, HEAD_DIM)
+                dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
+                p = gl.exp2(s * qk_scale - lse_row[:, None])
+                if masked == 0:
+                    ok = visible(
+                        i, document, q_start + first_row, gl.load(index + n) * BLOCK_N, mask,
+                        BLOCK_N, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, S_LAYOUT,
+                    )  # fmt: skip
+                    p = gl.where(ok, p, 0.0)
+                dp = warpgroup_mma_wait(0, deps=[dp])
+                mbarrier.arrive(v_free.index(stage), count=1)
+                ds = gl.convert_layout((p * (dp - delta_row[:, None])).to(dtype), DS_LAYOUT)
+                acc = warpgroup_mma(ds, k, acc, is_async=True)
+                acc, ds = warpgroup_mma_wait(0, deps=[acc, ds])
+                mbarrier.arrive(k_free.index(stage), count=1)
+                count += 1
+    o_rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    store_tile(dq, o_rows, q_rows, batch, head, stride_b, stride_s, stride_h, head_dim,
+               acc * scale, O_LAYOUT, HEAD_DIM)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
+def dq_kernel(
+    q_desc, do_desc, k_desc, v_desc, dq, lse, delta, pointers, middles, index, order, q_pos, q_doc,
+    k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads,
+    kv_heads, tiles, stat_rows, stride_b, stride_s, stride_h, head_dim, scale,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """Tiles of (128 queries, BLOCK_N keys); a program per (tile, query head, batch row)."""
+    dtype: gl.constexpr = q_desc.dtype
+    smem = (
+        gl.allocate_shared_memory(dtype, [2, 1, 64, 1, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, 1, 64, 1, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], v_desc.layout),
+    )
+    bars = (
+        barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
+        barriers(STAGES, 2),
+    )  # fmt: skip
+    walk = (pointers, middles, index, order, tiles, q_heads, kv_heads)
+    mask = (
+        q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
+        k_start,
+    )  # fmt: skip
+    outputs = (dq, lse, delta, stat_rows, stride_b, stride_s, stride_h, head_dim, scale)
+    gl.warp_specialize(
+        [
+            (_dq_consume, (
+                smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_N, STAGES, FLAGS,
+                RULES, MINUS, LOOKUP, SIMPLE,
+            )),
+            (_dq_consume, (
+                smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_N, STAGES, FLAGS,
+                RULES, MINUS, LOOKUP, SIMPLE,
+            )),
+            (_dq_produce, (
+                (q_desc, do_desc, k_desc, v_desc), smem, bars, walk, GROUP, HEAD_DIM, BLOCK_N,
+                STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _row_stat(smem, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A (1, 1, rows) fp32 tile of shared memory as a row vector."""
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return smem._reinterpret(gl.float32, [ROWS], line).load(LAYOUT)
+
+
+@gluon.jit
+def _key_item(walk):
+    """This program's (batch, key/value head, key tile, list begin, middle, end); tiles fastest."""
+    pointers, middles, index, order, tiles, kv_heads = walk
+    item = gl.program_id(0)
+    tile = gl.load(order + item % tiles)
+    kv_head = (item // tiles) % kv_heads
+    begin = gl.load(pointers + tile)
+    end = gl.load(pointers + tile + 1)
+    return item // tiles // kv_heads, kv_head, tile, begin, gl.load(middles + tile), end
+
+
+@gluon.jit
+def _dkv_produce(
+    descs, smem, bars, walk, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descs
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
+    k_full, q_full, q_free, do_full, do_free = bars
+    pointers, middles, index, order, tiles, kv_heads = walk
+    count = 0
+    batch, kv_head, k_tile, begin, middle, end = _key_item(walk)
+    if begin < end:
+        for half in gl.static_range(2):
+            at = [batch, k_tile * 128 + 64 * half, kv_head, 0]
+            mbarrier.expect(k_full.index(half), 2 * 64 * HEAD_DIM * 2)
+            tma.async_copy_global_to_shared(k_desc, at, k_full.index(half), k_smem.index(half))
+            tma.async_copy_global_to_shared(v_desc, at, k_full.index(half), v_smem.index(half))
+        for n in range((end - begin) * GROUP):
+            row = gl.load(index + begin + n // GROUP) * BLOCK_M
+            head = kv_head * GROUP + n % GROUP
+            stage = count % STAGES
+            phase = (count // STAGES) & 1
+            mbarrier.wait(q_free.index(stage), phase ^ 1)
+            mbarrier.expect(q_full.index(stage), BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4)
+            tma.async_copy_global_to_shared(
+                q_desc, [batch, row, head, 0], q_full.index(stage), q_smem.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                lse_desc, [batch, head, row], q_full.index(stage), lse_smem.index(stage)
+            )
+            mbarrier.wait(do_free.index(stage), phase ^ 1)
+            mbarrier.expect(do_full.index(stage), BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4)
+            tma.async_copy_global_to_shared(
+                delta_desc, [batch, head, row], do_full.index(stage), delta_smem.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                do_desc, [batch, row, head, 0], do_full.index(stage), do_smem.index(stage)
+            )
+            count += 1
+
+
+@gluon.jit
+def _dkv_consume(
+    smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+):  # fmt: skip
+    """Scores are held transposed: keys down, queries across."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
+    k_full, q_full, q_free, do_full, do_free = bars
+    pointers, middles, index, order, tiles, kv_heads = walk
+    q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
+    q_rows, k_rows, q_start, k_start = mask[8:]
+    dk, dv, stride_b, stride_s, stride_h, head_dim, scale = outputs
+    dtype: gl.constexpr = q_smem.dtype
+    qk_scale = scale * LOG2E
+    zero = gl.full([64, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
+    k = flat(k_smem.index(HALF), 64, HEAD_DIM)
+    v = flat(v_smem.index(HALF), 64, HEAD_DIM)
+
+    count = 0
+    batch, kv_head, k_tile, begin, middle, end = _key_item(walk)
+    first_row = k_tile * 128 + 64 * HALF
+    dk_acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+    dv_acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+    if begin < end:
+        mbarrier.wait(k_full.index(HALF), 0)
+        for masked in gl.static_range(2):
+            if masked == 0:
+                first = 0
+                last = (middle - begin) * GROUP
+            else:
+                first = (middle - begin) * GROUP
+                last = (end - begin) * GROUP
+            for n in range(first, last):
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(q_full.index(stage), phase)
+                q = flat(q_smem.index(stage), BLOCK_M, HEAD_DIM)
+                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                lse_row = _row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
+                mbarrier.wait(do_full.index(stage), phase)
+                do = flat(do_smem.index(stage), BLOCK_M, HEAD_DIM)
+                dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s])
+                p = gl.exp2(s * qk_scale - lse_row[None, :])
+                if masked == 0:
+                    keys = first_row + gl.arange(0, 64, layout=ROW)
+                    j, key_document = token(keys, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
+                    q_row = gl.load(index + begin + n // GROUP) * BLOCK_M
+                    queries = q_row + gl.arange(0, BLOCK_M, layout=COLUMN)
+                    i, document = token(queries, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
+                    ok = allowed(
+                        i[None, :], j[:, None], q_start + q_row, k_start + first_row, values,
+                        table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP,
+                    )  # fmt: skip
+                    ok = ok & (document[None, :] == key_document[:, None])
+                    p = gl.where(ok, p, 0.0)
+                p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[dp])
+                delta_row = _row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
+                ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
+                dk_acc = warpgroup_mma(ds, q, dk_acc, is_async=True)
+                dv_acc, p_low = warpgroup_mma_wait(1, deps=[dv_acc, p_low])
+                mbarrier.arrive(do_free.index(stage), count=1)
+                dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_acc, ds])
+                mbarrier.arrive(q_free.index(stage), count=1)
+                count += 1
+    o_rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    store_tile(dk, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
+               dk_acc * scale, O_LAYOUT, HEAD_DIM)  # fmt: skip
+    store_tile(dv, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
+               dv_acc, O_LAYOUT, HEAD_DIM)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
+def dkv_kernel(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk, dv, pointers, middles, index, order,
+    q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
+    k_start, kv_heads, tiles, stride_b, stride_s, stride_h, head_dim, scale,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """Tiles of (BLOCK_M queries, 128 keys); a program per (tile, key/value head, batch row);
+    dk and dv share their strides."""
+    dtype: gl.constexpr = q_desc.dtype
+    smem = (
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, 1, 64, 1, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [2, 1, 64, 1, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, BLOCK_M], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, BLOCK_M], lse_desc.layout),
+    )
+    bars = (
+        barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
+        barriers(STAGES, 2),
+    )  # fmt: skip
+    walk = (pointers, middles, index, order, tiles, kv_heads)
+    mask = (
+        q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
+        k_start,
+    )  # fmt: skip
+    outputs = (dk, dv, stride_b, stride_s, stride_h, head_dim, scale)
+    gl.warp_specialize(
+        [
+            (_dkv_consume, (
+                smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
+                RULES, MINUS, LOOKUP, SIMPLE,
+            )),
+            (_dkv_consume, (
+                smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
+                RULES, MINUS, LOOKUP, SIMPLE,
+            )),
+            (_dkv_produce, (
+                (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem, bars, walk, GROUP,
+                HEAD_DIM, BLOCK_M, STAGES,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

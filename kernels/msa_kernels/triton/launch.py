@@ -1,0 +1,294 @@
+"""The project's own GPU kernels as one :class:`msa_kernels.plan.TileKernel`.
+
+On Hopper the Gluon kernels run where the head size and the strides suit them, everywhere else
+their plain Triton twins; both read the same lists. Nothing here falls back in silence: what cannot
+run is refused with the reason before anything is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any
+
+import torch
+import triton
+
+from msa_kernels.pattern import PatternError
+from msa_kernels.plan import PartPlan, Request
+from msa_kernels.triton import backward, forward, stats
+from msa_kernels.triton.lists import device_lists
+from msa_kernels.triton.predicate import Predicate, encode, unsupported
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run element by element on the CPU: for tests only."""
+
+MAX_HEAD_DIM = 256
+HOPPER_HEAD_DIM = 128
+HOPPER = {"forward": (128, 2), "dq": (128, 2), "dkv": (64, 2)}
+"""Rows of the tile that streams past the 128 resident ones, and how many are in flight."""
+
+
+class TritonKernel:
+    """Tile kernels written in Triton; see :class:`msa_kernels.plan.TileKernel`."""
+
+    name = "triton"
+
+    def __init__(self, hopper: bool | None = None) -> None:
+        """``hopper`` False keeps to the plain kernels; None decides by the device."""
+        self._hopper = hopper
+
+    def refuses(self, request: Request) -> str | None:
+        if request.device.type != "cuda" and not INTERPRETED:
+            return f"needs a GPU, the tensors are on {request.device.type}"
+        if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"dtype {request.dtype}; use bfloat16, float16 or float32"
+        if request.head_dim > MAX_HEAD_DIM:
+            return f"head size {request.head_dim}, at most {MAX_HEAD_DIM}"
+        try:
+            reasons = [unsupported(part) for part in request.pattern.parts()]
+        except PatternError as error:
+            return str(error)
+        return next((reason for reason in reasons if reason), None)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        batch, q_rows, q_heads, head_dim = q.shape
+        kv_heads = k.shape[2]
+        out = torch.empty((batch, q_rows, q_heads, head_dim), dtype=out_dtype, device=q.device)
+        lse = torch.empty((batch, q_heads, q_rows), dtype=torch.float32, device=q.device)
+        hopper = self._uses_hopper(q, k, v)
+        block, stages = HOPPER["forward"]
+        tiles = (128, block) if hopper else _plain_tiles(q, "forward")
+        lists = device_lists(plan, *tiles, q.device)
+        common, constants = _arguments(plan, q, k, tiles)
+        items = lists.tiles * q_heads * batch
+        log2_scale = scale * math.log2(math.e)
+        walk = (lists.pointers, lists.middles, lists.index, lists.order)
+        if hopper:
+            from msa_kernels.triton import hopper_forward
+
+            hopper_forward.forward_kernel[(items,)](
+                _tile(q, 64), _tile(k, block), _tile(v, block), out, lse, *walk, *common, q_heads,
+                kv_heads, lists.tiles, *out.stride()[:3], head_dim, log2_scale,
+                HEAD_DIM=_hopper_width(head_dim), BLOCK_N=block, STAGES=stages,
+                **constants, num_warps=4,
+            )  # fmt: skip
+        else:
+            forward.forward_kernel[(items,)](
+                q, k, v, out, lse, *walk, *common, q_heads, kv_heads, lists.tiles,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], head_dim,
+                log2_scale, HEAD_DIM=_width(head_dim), BLOCK_M=tiles[0], BLOCK_N=tiles[1],
+                PRECISION=_precision(q), **constants, **_plain_options(q, "forward"),
+            )  # fmt: skip
+        return out, lse
+
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+        lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
+        grad_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        dout = dout.to(q.dtype)
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()
+        dq = torch.empty(q.shape, dtype=grad_dtype, device=q.device)
+        dk = torch.empty(k.shape, dtype=grad_dtype, device=q.device)
+        dv = torch.empty(v.shape, dtype=grad_dtype, device=q.device)
+        lse, delta = stats.padded_stats(lse, delta)
+        if self._uses_hopper(q, k, v, dout):
+            self._hopper_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
+        else:
+            self._plain_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
+        return dq, dk, dv
+
+    def _hopper_backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+        dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, lse: torch.Tensor,
+        delta: torch.Tensor, plan: PartPlan, scale: float,
+    ) -> None:  # fmt: skip
+        from msa_kernels.triton import hopper_backward
+
+        batch, _, q_heads, head_dim = q.shape
+        kv_heads = k.shape[2]
+        width = _hopper_width(head_dim)
+        block, stages = HOPPER["dq"]
+        lists = device_lists(plan, 128, block, q.device)
+        common, constants = _arguments(plan, q, k, (128, block))
+        items = lists.tiles * q_heads * batch
+        hopper_backward.dq_kernel[(items,)](
+            _tile(q, 64), _tile(dout, 64), _tile(k, block), _tile(v, block), dq, lse, delta,
+            lists.pointers, lists.middles, lists.index, lists.order, *common, q_heads, kv_heads,
+            lists.tiles, lse.shape[2], *dq.stride()[:3], head_dim, scale, HEAD_DIM=width,
+            BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
+        )  # fmt: skip
+        block, stages = HOPPER["dkv"]
+        lists = device_lists(plan, block, 128, q.device, transposed=True)
+        common, constants = _arguments(plan, q, k, (block, 128))
+        items = lists.tiles * kv_heads * batch
+        hopper_backward.dkv_kernel[(items,)](
+            _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64), _line(lse, block),
+            _line(delta, block), dk, dv, lists.pointers, lists.middles, lists.index, lists.order,
+            *common, kv_heads, lists.tiles, *dk.stride()[:3], head_dim, scale,
+            HEAD_DIM=width,
+            BLOCK_M=block, STAGES=stages, **constants, num_warps=4,
+        )  # fmt: skip
+
+    def _plain_backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
+        dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, lse: torch.Tensor,
+        delta: torch.Tensor, plan: PartPlan, scale: float,
+    ) -> None:  # fmt: skip
+        batch, _, q_heads, head_dim = q.shape
+        kv_heads = k.shape[2]
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+        scales = (head_dim, scale, scale * math.log2(math.e))
+        for kind in ("dq", "dkv"):
+            tiles = _plain_tiles(q, kind)
+            lists = device_lists(plan, *tiles, q.device, transposed=kind == "dkv")
+            common, constants = _arguments(plan, q, k, tiles)
+            walk = (lists.pointers, lists.middles, lists.index, lists.order)
+            shape = {"HEAD_DIM": _width(head_dim), "BLOCK_M": tiles[0], "BLOCK_N": tiles[1]}
+            options: dict[str, Any] = {**constants, **_plain_options(q, kind), **shape}
+            options["PRECISION"] = _precision(q)
+            sizes = (q_heads, kv_heads, lists.tiles, lse.shape[2])
+            if kind == "dq":
+                backward.dq_kernel[(lists.tiles * q_heads * batch,)](
+                    q, k, v, dout, dq, lse, delta, *walk, *common, *sizes, *strides,
+                    *dq.stride()[:3], *scales, **options,
+                )  # fmt: skip
+            else:
+                backward.dkv_kernel[(lists.tiles * kv_heads * batch,)](
+                    q, k, v, dout, dk, dv, lse, delta, *walk, *common, *sizes, *strides,
+                    *dk.stride()[:3], *scales, **options,
+                )  # fmt: skip
+
+    def _uses_hopper(self, *tensors: torch.Tensor) -> bool:
+        if self._hopper is False or INTERPRETED or not _is_hopper(tensors[0].device):
+            return False
+        return all(
+            t.dtype in (torch.bfloat16, torch.float16)
+            and t.shape[-1] <= HOPPER_HEAD_DIM
+            and t.shape[-1] % 8 == 0
+            and t.data_ptr() % 16 == 0
+            and all(stride % 8 == 0 for stride in t.stride()[:-1])
+            for t in tensors
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _arguments(
+    plan: PartPlan, q: torch.Tensor, k: torch.Tensor, tiles: tuple[int, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What every kernel takes alike: token maps, predicate, sizes; and its constants."""
+    device = q.device
+    predicate, params, table = plan.kept(
+        ("predicate", device), lambda: _upload(encode(plan.part), device)
+    )
+    if plan.simple:
+        maps = (params,) * 4
+        starts = (plan.q_start, plan.k_start)
+    else:
+        token = plan.maps(device)
+        maps = (token.q_position, token.q_document, token.k_position, token.k_document)
+        starts = (0, 0)
+    common = (*maps, params, table, *predicate.table_blocks, q.shape[1], k.shape[1], *starts)
+    constants = {
+        "FLAGS": predicate.flags, "RULES": predicate.rules, "MINUS": predicate.minus,
+        "LOOKUP": _lookup(plan, tiles), "SIMPLE": plan.simple,
+        "GROUP": q.shape[2] // k.shape[2],
+    }  # fmt: skip
+    return common, constants
+
+
+def _upload(
+    predicate: Predicate, device: torch.device
+) -> tuple[Predicate, torch.Tensor, torch.Tensor]:
+    return (
+        predicate,
+        torch.from_numpy(predicate.params).to(device),
+        torch.from_numpy(predicate.table).to(device),
+    )
+
+
+def _lookup(plan: PartPlan, tiles: tuple[int, int]) -> int:
+    """How partial tiles decide block-list membership; see :func:`predicate.allowed`."""
+    rules = (*plan.part.rules, *plan.part.minus)
+    sizes = [rule.table[0] for rule in rules if rule.table is not None]
+    if not sizes:
+        return 0
+    aligned = all(sizes[0] % t == 0 for t in tiles)
+    if not (plan.simple and aligned and plan.q_start % tiles[0] == plan.k_start % tiles[1] == 0):
+        return 2
+    return 0 if len(rules) == 1 else 1
+
+
+def _tile(tensor: torch.Tensor, rows: int) -> Any:
+    """TMA descriptor of (B, S, H, D) in tiles of one batch row, ``rows`` tokens and one head.
+
+    Head sizes below the kernel's width are filled with zeros by the copy engine.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(tensor.stride()),
+        [1, rows, 1, _hopper_width(tensor.shape[-1])], _layouts()[0],
+    )  # fmt: skip
+
+
+def _line(tensor: torch.Tensor, rows: int) -> Any:
+    """TMA descriptor of statistics (B, H, padded S) in lines of ``rows``."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(
+        tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows], _layouts()[1]
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _layouts() -> tuple[Any, Any]:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(128, 16, 4), NVMMASharedLayout(0, 32, 3)
+
+
+def _hopper_width(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
+
+
+def _width(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _precision(q: torch.Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
+_PLAIN = {
+    # (kernel, padded head size): (query tile, key tile, warps, stages), 16-bit inputs
+    ("forward", 64): (128, 128, 8, 2), ("forward", 128): (128, 64, 8, 2),
+    ("forward", 256): (64, 64, 8, 1),
+    ("dq", 64): (128, 64, 8, 2), ("dq", 128): (128, 64, 8, 2), ("dq", 256): (64, 32, 8, 1),
+    ("dkv", 64): (64, 128, 8, 2), ("dkv", 128): (64, 128, 8, 2), ("dkv", 256): (32, 64, 8, 1),
+}  # fmt: skip
+
+
+def _plain(q: torch.Tensor, kernel: str) -> tuple[int, int, int, int]:
+    if INTERPRETED or q.dtype == torch.float32:
+        return 32, 32, 4, 1
+    return _PLAIN[kernel, max(64, _width(q.shape[-1]))]
+
+
+def _plain_tiles(q: torch.Tensor, kernel: str) -> tuple[int, int]:
+    return _plain(q, kernel)[:2]
+
+
+def _plain_options(q: torch.Tensor, kernel: str) -> dict[str, int]:
+    _, _, warps, stages = _plain(q, kernel)
+    return {"num_warps": warps, "num_stages": stages}

@@ -1,0 +1,143 @@
+"""The element predicate of a part, in the kernels' own language.
+
+``encode`` writes a part's rules as a few integers; :func:`allowed` evaluates them on tiles of
+query and key positions. Which conditions exist is a compile-time constant, their values are run
+time arguments: another window width or another document layout never recompiles a kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from msa_kernels.rules import Part, Rule
+
+WIDTH = 8
+"""int32 parameters per rule: lo, hi, step, sinks, block, column length, first column, table."""
+
+MAX_RULES = 6
+"""Rules and exclusions of one part that fit the compile-time flags."""
+
+_LO, _HI, _STEP, _SINKS, _BLOCK, _COLUMNS, _TABLE = (1 << n for n in range(7))
+
+LO, HI, STEP, SINKS, BLOCK, COLUMNS, TABLE = (
+    tl.constexpr(f) for f in (_LO, _HI, _STEP, _SINKS, _BLOCK, _COLUMNS, _TABLE)
+)
+
+
+class Predicate(NamedTuple):
+    """A part as a kernel takes it. ``flags`` holds 8 bits per rule, exclusions last."""
+
+    flags: int
+    rules: int
+    minus: int
+    params: np.ndarray
+    """int32 (rules + minus, 8)."""
+    table: np.ndarray
+    """uint8 (query blocks, key blocks) membership of the one table rule, or one byte."""
+    table_blocks: tuple[int, int]
+    """Query and key blocks of the table."""
+
+
+def unsupported(part: Part) -> str | None:
+    """Why the kernels cannot evaluate this part, or None."""
+    if len(part.rules) + len(part.minus) > MAX_RULES:
+        return f"{len(part.rules) + len(part.minus)} rules in one part, at most {MAX_RULES}"
+    if len({r.table for r in (*part.rules, *part.minus) if r.table is not None}) > 1:
+        return "two different block lists in one part"
+    return None
+
+
+def encode(part: Part) -> Predicate:
+    """``part`` in integers; it must not be :func:`unsupported`."""
+    every = (*part.rules, *part.minus)
+    flags = 0
+    params = np.zeros((len(every), WIDTH), np.int32)
+    table, blocks = np.zeros((1, 1), np.uint8), (1, 1)
+    for n, rule in enumerate(every):
+        bits, params[n] = _fields(rule)
+        flags |= bits << (8 * n)
+        if rule.table is not None:
+            table = _membership(rule.table[1])
+            blocks = table.shape
+    return Predicate(flags, len(part.rules), len(part.minus), params, table, blocks)
+
+
+def _fields(rule: Rule) -> tuple[int, list[int]]:
+    length, count = rule.columns or (1, 0)
+    values = [
+        (rule.lo, _LO), (rule.hi, _HI), (rule.step if rule.step > 1 else None, _STEP),
+        (rule.sinks, _SINKS), (rule.block, _BLOCK),
+    ]  # fmt: skip
+    bits = sum(bit for value, bit in values if value is not None)
+    bits |= (_COLUMNS if rule.columns else 0) | (_TABLE if rule.table else 0)
+    size = rule.table[0] if rule.table else 1
+    return bits, [*((v if v is not None else 0) for v, _ in values), length, length - count, size]
+
+
+def _membership(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    width = 1 + max((row[-1] for row in rows if row), default=0)
+    table = np.zeros((max(1, len(rows)), width), np.uint8)
+    for q, row in enumerate(rows):
+        table[q, list(row)] = 1
+    return table
+
+
+@triton.jit
+def _rule(
+    i, j, i_first, j_first, at, table, table_q, table_k, FLAGS: tl.constexpr, LOOKUP: tl.constexpr
+):  # fmt: skip
+    distance = i - j
+    ok = distance == distance
+    if LO & FLAGS:
+        ok = ok & (distance >= tl.load(at))
+    if HI & FLAGS:
+        ok = ok & (distance < tl.load(at + 1))
+    if STEP & FLAGS:
+        ok = ok & (distance % tl.load(at + 2) == 0)
+    if SINKS & FLAGS:
+        ok = ok & (j < tl.load(at + 3))
+    if BLOCK & FLAGS:
+        size = tl.load(at + 4)
+        ok = ok & (i // size == j // size)
+    if COLUMNS & FLAGS:
+        ok = ok & (j % tl.load(at + 5) >= tl.load(at + 6))
+    if (TABLE & FLAGS) and LOOKUP > 0:
+        size = tl.load(at + 7)
+        if LOOKUP == 1:
+            q, k = i_first // size, j_first // size
+        else:
+            q, k = i // size, j // size
+        inside = (q >= 0) & (q < table_q) & (k < table_k)
+        ok = ok & (tl.load(table + q * table_k + k, mask=inside, other=0) != 0)
+    return ok
+
+
+@triton.jit
+def allowed(
+    i, j, i_first, j_first, rule_values, table, table_q, table_k, FLAGS: tl.constexpr,
+    RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr,
+):  # fmt: skip
+    """Where queries at positions ``i`` see keys at positions ``j`` (broadcast against each other).
+
+    ``i_first`` and ``j_first`` are the tile's first positions. ``LOOKUP`` says how block-list
+    membership is decided: 0 by the tile lists alone, 1 once for the tile, 2 for every pair.
+    """
+    ok = _rule(
+        i, j, i_first, j_first, rule_values, table, table_q, table_k, FLAGS & 255, LOOKUP
+    )  # fmt: skip
+    for n in tl.static_range(1, RULES):
+        ok = ok | _rule(
+            i, j, i_first, j_first, rule_values + 8 * n, table, table_q, table_k,
+            (FLAGS >> (8 * n)) & 255, LOOKUP,
+        )  # fmt: skip
+    for n in tl.static_range(RULES, RULES + MINUS):
+        cut = _rule(
+            i, j, i_first, j_first, rule_values + 8 * n, table, table_q, table_k,
+            (FLAGS >> (8 * n)) & 255, LOOKUP,
+        )  # fmt: skip
+        ok = ok & (cut == 0)
+    return ok & (j >= 0)

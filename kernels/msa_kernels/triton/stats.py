@@ -1,0 +1,77 @@
+"""Row statistics of the backward pass: delta, and the LSE as the kernels read it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PAD = 128
+"""Rows of statistics are padded to a multiple of this: the largest query tile."""
+
+
+@triton.jit(do_not_specialize=["rows", "padded"])
+def _pad_kernel(lse, delta, lse_out, delta_out, rows, padded, BLOCK: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows
+    value = tl.load(lse + line * rows + at, mask=inside, other=float("-inf"))
+    # exp2(x - inf) is 0: rows without keys, and rows that do not exist, weigh nothing.
+    value = tl.where(value == float("-inf"), float("inf"), value * 1.4426950408889634)
+    tl.store(lse_out + line * padded + at, value, mask=at < padded)
+    value = tl.load(delta + line * rows + at, mask=inside, other=0.0)
+    tl.store(delta_out + line * padded + at, value, mask=at < padded)
+
+
+def padded_stats(lse: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``lse`` in base 2 with +inf for empty rows, and ``delta``; (B, H, S) -> (B, H, padded S)."""
+    batch, heads, rows = lse.shape
+    padded = -(-rows // PAD) * PAD
+    lse_out = lse.new_empty((batch, heads, padded))
+    delta_out = torch.empty_like(lse_out)
+    grid = (batch * heads, triton.cdiv(padded, 1024))
+    _pad_kernel[grid](
+        lse.contiguous(), delta.contiguous(), lse_out, delta_out, rows, padded, BLOCK=1024
+    )
+    return lse_out, delta_out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _delta_kernel(
+    out, dout, dlse, delta, rows, heads, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
+    stride_dh, head_dim, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(1).to(tl.int64)
+    batch, head = line // heads, line % heads
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, HEAD_DIM)
+    inside = (at < rows)[:, None] & (d < head_dim)[None, :]
+    far = at.to(tl.int64)[:, None]
+    o = tl.load(
+        out + batch * stride_ob + head * stride_oh + far * stride_os + d[None, :], mask=inside,
+        other=0.0,
+    )  # fmt: skip
+    do = tl.load(
+        dout + batch * stride_db + head * stride_dh + far * stride_ds + d[None, :], mask=inside,
+        other=0.0,
+    )  # fmt: skip
+    value = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        value -= tl.load(dlse + line * rows + at, mask=at < rows, other=0.0)
+    tl.store(delta + line * rows + at, value, mask=at < rows)
+
+
+def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """``rowsum(dout * out) - dlse`` (maths of the softmax backward), fp32 (B, H, S).
+
+    out and dout (B, S, H, D) with a contiguous last dimension; dlse (B, H, S) or None.
+    """
+    batch, rows, heads, head_dim = out.shape
+    result = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
+    grid = (triton.cdiv(rows, 64), batch * heads)
+    _delta_kernel[grid](
+        out, dout, result if dlse is None else dlse.contiguous(), result, rows, heads,
+        *out.stride()[:3], *dout.stride()[:3], head_dim, HAS_DLSE=dlse is not None,
+        HEAD_DIM=triton.next_power_of_2(head_dim), BLOCK=64,
+    )  # fmt: skip
+    return result
