@@ -86,3 +86,11 @@ def test_the_base_install_plans_a_job(installed: Path, tmp_path: Path):
     assert "plan" in _run(installed / "msa", "--help", cwd=tmp_path)
     job = REPO / "manifests" / "samples" / "stdlib-4k.yaml"
     assert _run(installed / "msa", "plan", job, cwd=tmp_path).strip()
+
+
+def test_the_base_install_says_what_a_run_needs(installed: Path, tmp_path: Path):
+    job = REPO / "manifests" / "samples" / "stdlib-4k.yaml"
+    command = [installed / "msa", "run", job]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "flash-msa-operator[train]" in done.stdout + done.stderr
