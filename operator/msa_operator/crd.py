@@ -1,6 +1,6 @@
 """Custom resource definitions, generated from the types.
 
-    python -m msa_operator.crd           write manifests/crds/
+    python -m msa_operator.crd           write manifests/crds/ and the table in docs/job.md
     python -m msa_operator.crd --check   fail when a file there is stale
 
 The schemas are structural in Kubernetes' sense: every node has a type, nothing recurses, nothing
@@ -24,8 +24,10 @@ from msa_operator.api.job import GROUP, VERSION, LongContextJob
 from msa_operator.api.profile import HardwareProfile
 from msa_operator.api.read import marker_of, max_length, model_of
 from msa_operator.api.schema import Marker, Model
+from msa_operator.reference import replaced
 
 FOLDER = Path("manifests/crds")
+REFERENCE = Path("docs/job.md")
 MAX_BYTES = 100_000
 """Client-side apply stores a second copy in an annotation of at most 262,144 bytes."""
 
@@ -179,6 +181,17 @@ def _default(info: FieldInfo, model: type[Model] | None) -> Any:
     return None if plain in ([], {}, "") else plain
 
 
+def _files(root: Path) -> dict[Path, str]:
+    """Every generated file below ``root`` and what it should hold."""
+    found = definitions()
+    files = {root / FOLDER / name: render(definition) for name, definition in found.items()}
+    (version,) = found["longcontextjobs.yaml"]["spec"]["versions"]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    reference = root / REFERENCE
+    files[reference] = replaced(reference.read_text(), spec)
+    return files
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line; exit code 1 when ``--check`` finds a stale file."""
     parser = argparse.ArgumentParser(
@@ -186,12 +199,11 @@ def main(arguments: list[str] | None = None) -> int:
         description="Generate the custom resource definitions from the types in msa_operator.api.",
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail when stale")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"default: {FOLDER}")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository's folder")
     chosen = parser.parse_args(arguments)
     stale = []
-    for name, definition in definitions().items():
-        text, path = render(definition), chosen.folder / name
-        if len(text.encode()) >= MAX_BYTES:
+    for path, text in _files(chosen.root).items():
+        if path.suffix == ".yaml" and len(text.encode()) >= MAX_BYTES:
             print(f"{path}: {len(text.encode())} bytes, {MAX_BYTES} is the limit", file=sys.stderr)
             return 1
         if path.exists() and path.read_text() == text:
@@ -199,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.check:
             stale.append(str(path))
             continue
-        chosen.folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         print(f"wrote {path}")
     if stale:

@@ -17,6 +17,7 @@ from msa_workloads.runspec import (
     TrainingSpec,
 )
 
+from msa_operator.api import values
 from msa_operator.api.job import Accelerators, LongContextJob
 from msa_operator.api.problems import JobError, Problem
 from msa_operator.api.profile import HardwareProfile
@@ -25,9 +26,11 @@ from msa_operator.planner import explain
 from msa_operator.planner.degrees import PlanError
 from msa_operator.planner.hardware import (
     DEFAULT_TYPES,
+    MIB,
     Accelerator,
     Machine,
     MachineError,
+    check_memory_request,
     machine,
 )
 from msa_operator.planner.request import Plan, Request
@@ -40,11 +43,25 @@ def plan_job(
 ) -> Plan:
     """The plan of a job on these machines. Raises :class:`JobError` when there is none."""
     try:
-        return search(request(job, model, machines), runtime)
+        found = search(request(job, model, machines), runtime)
     except PlanError as error:
         raise JobError([
             Problem(f"spec.{r.field}", r.found, r.allowed, r.nearest) for r in error.refusals
         ]) from error  # fmt: skip
+    _check_pod(job, found)
+    return found
+
+
+def _check_pod(job: LongContextJob, plan: Plan) -> None:
+    """Refuse memory that no pod on the plan's machine can ever be given."""
+    memory = job.spec.pod.memory
+    if memory is None or plan.machine.shared:
+        return
+    try:
+        check_memory_request(plan.machine, values.quantity(memory) / MIB)
+    except MachineError as error:
+        text, _, nearest = str(error).partition("; nearest: ")
+        raise JobError([Problem("spec.pod.memory", text, nearest=nearest)]) from None
 
 
 def request(job: LongContextJob, model: Model, machines: Sequence[Machine]) -> Request:

@@ -122,7 +122,7 @@ def _s3() -> Any:
     import boto3
     from botocore.config import Config
 
-    return boto3.session.Session().client(
+    return boto3.Session().client(
         "s3",
         config=Config(
             connect_timeout=S3_SECONDS, read_timeout=S3_SECONDS,

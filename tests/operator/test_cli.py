@@ -59,7 +59,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "bad name": ({"metadata.name": "Upper_Case"}, "upper-case"),
     "long name": ({"metadata.name": "n" * 39}, "39 characters"),
     "another kind": ({"kind": "RayJob"}, "LongContextJob"),
-    "batch that does not divide": ({"spec.sequence.globalBatchTokens": 5000}, "must be a multiple"),
+    "batch that does not divide": ({"spec.sequence.globalBatchTokens": 5000}, "a multiple of"),
     "batch for one worker": ({"spec.sequence.globalBatchTokens": 4096}, "do not divide over 2"),
     "layer that does not exist": ({"spec.attention.denseLayers": [4]}, "the model has 4 layers"),
     "model that cannot be had": ({"spec.model": {"source": "hf://Qwen/Qwen3-8B"}}, "qwen3-8b"),
@@ -144,11 +144,12 @@ def test_plan_for_this_machine():
 def test_plan_of_a_large_job_says_what_cannot_run_yet():
     arguments = ("plan", SAMPLES / "llama-strided-256k.yaml")
     text = msa(*arguments).stdout
-    assert "vpc.amazonaws.com/efa: 16 per worker pod" in text
+    assert "vpc.amazonaws.com/efa: 16" in text
     assert "cannot run it yet: context" in text
     for form in ("json", "yaml"):
         result = load(msa(*arguments, "--output", form).stdout).value
         assert result["degrees"]["context"] > 1
+        assert result["podResources"]["vpc.amazonaws.com/efa"] == 16
         assert result["notYetRunnable"] and result["runnableToday"] is None
         assert result["rejected"][0]["reason"]
 

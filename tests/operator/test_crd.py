@@ -162,7 +162,7 @@ def test_names_columns_and_subresources():
 
 
 def test_files_are_current_and_small():
-    assert crd.main(["--check", "--folder", str(REPO / "manifests" / "crds")]) == 0
+    assert crd.main(["--check", "--root", str(REPO)]) == 0
     for path in (REPO / "manifests" / "crds").glob("*.yaml"):
         assert path.stat().st_size < crd.MAX_BYTES
 
@@ -175,11 +175,15 @@ def test_older_yaml_readers_see_the_same_values():
 
 
 def test_stale_files_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--folder", str(tmp_path / "crds")]
+    (tmp_path / "docs").mkdir()
+    document = (REPO / "docs" / "job.md").read_text()
+    (tmp_path / "docs" / "job.md").write_text(document)
+    arguments = ["--root", str(tmp_path)]
     assert crd.main([*arguments, "--check"]) == 1
     assert "run make crd" in capsys.readouterr().err
     assert crd.main(arguments) == 0
     assert crd.main([*arguments, "--check"]) == 0
-    path = tmp_path / "crds" / "longcontextjobs.yaml"
+    assert (tmp_path / "docs" / "job.md").read_text() == document
+    path = tmp_path / "manifests" / "crds" / "longcontextjobs.yaml"
     path.write_text(path.read_text().replace("maxItems: 64", "maxItems: 65"))
     assert crd.main([*arguments, "--check"]) == 1

@@ -106,7 +106,8 @@ def test_the_sample_of_the_documentation():
     assert found.rank.total <= found.usable
     assert efa(found) == found.machine.efa > 0
     text = dict(lines(found))
-    assert text["network"] == f"vpc.amazonaws.com/efa: {found.machine.efa} per worker pod"
+    assert f"vpc.amazonaws.com/efa: {found.machine.efa}" in text["worker pod"]
+    assert "nvidia.com/gpu: 8" in text["worker pod"]
     assert "positions" in text["note"]
 
 

@@ -15,7 +15,7 @@ from msa_operator.api import JobError, parse_job
 from msa_operator.models import resolve
 from msa_operator.planner.hardware import local
 from msa_operator.planner.presets import PRESETS
-from msa_operator.planner.runtime import THIS_VERSION
+from msa_operator.planner.runtime import EVERYTHING, THIS_VERSION
 from msa_operator.runs import machines_of, plan_job, run_spec, same_run, step_tokens
 from msa_workloads.runspec import RunSpec
 from operator_jobs import GPU, job
@@ -114,6 +114,15 @@ def test_machine_types_that_nobody_describes():
     first, second = caught.value.problems
     assert (first.path, first.nearest) == ("spec.hardware.instanceTypes[0]", "p5.48xlarge")
     assert second.path == "spec.hardware.instanceTypes[1]" and "fractional" in second.found
+
+
+def test_memory_that_no_pod_can_get_is_refused_with_the_most():
+    parsed = parse_job(job({**GPU, "spec.pod.memory": "2048Gi"}))
+    model = resolve(parsed.spec.model)
+    with pytest.raises(JobError) as caught:
+        plan_job(parsed, model, machines_of(parsed, (), lambda: HOST), EVERYTHING)
+    (problem,) = caught.value.problems
+    assert problem.path == "spec.pod.memory" and problem.nearest == "1938410Mi"
 
 
 def test_what_may_change_between_attempts():

@@ -113,21 +113,29 @@ class Attention(Model):
 
 class Training(Model):
     max_steps: Annotated[int, Int(1, 10**9)]
+    """Optimizer steps."""
     learning_rate: Annotated[float, Number(0, 10, above=True)] = 2.0e-5
+    """Highest learning rate, reached after the warm-up."""
     min_learning_rate_ratio: Annotated[float, Number(0, 1)] = 0.1
     """The cosine schedule ends at this share of learningRate."""
     warmup_steps: Annotated[int | None, Int(0, 10**9)] = None
     """Steps of linear warm-up; default: a twentieth of maxSteps."""
     weight_decay: Annotated[float, Number(0, 1)] = 0.1
+    """Of AdamW; norms and biases have none."""
     beta1: Annotated[float, Number(0, 0.999999)] = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Annotated[float, Number(0, 0.999999)] = 0.95
+    """Decay of AdamW's second moment."""
     clip_norm: Annotated[float, Number(0, 1e6, above=True)] = 1.0
+    """Largest norm of all gradients together; longer ones are scaled down to it."""
     precision: Annotated[Literal["bf16", "fp32"], Choice(("bf16", "fp32"))] = "bf16"
     """Precision of the matrix products; master weights are always fp32."""
     seed: Annotated[int, Int(0, (1 << 31) - 1)] = 0
+    """Of the initial weights and of the order of the data."""
     evaluate_every: Annotated[int, Int(0, 10**9)] = 0
     """Steps between evaluations on held-out text; 0 evaluates at the end only."""
     evaluate_sequences: Annotated[int, Int(1, 10**6)] = 16
+    """Held-out sequences of an evaluation."""
 
     rules: ClassVar = (
         Rule(
@@ -145,9 +153,13 @@ class Parallelism(Model):
     policy: Annotated[Literal["Auto", "Fixed"], Choice(("Auto", "Fixed"))] = "Auto"
     """Auto chooses the degrees and keeps those that are given; Fixed uses 1 for the others."""
     tensor: Annotated[int | None, Int(1, 1 << 15)] = None
+    """Ranks that split the heads and the MLP of each layer."""
     context: Annotated[int | None, Int(1, 1 << 15)] = None
+    """Ranks that split each sequence."""
     data_shard: Annotated[int | None, Int(1, 1 << 15)] = None
+    """Ranks that read different sequences and share one copy of the weights."""
     data_replicate: Annotated[int | None, Int(1, 1 << 15)] = None
+    """Copies of the weights."""
 
     rules: ClassVar = (
         Rule(
@@ -174,7 +186,9 @@ class Parallelism(Model):
 
 class Accelerators(Model):
     min: Degree = 1
+    """The fewest with which the run may start."""
     max: Degree = 8
+    """The most that it may hold."""
 
     rules: ClassVar = (
         Rule(
@@ -190,6 +204,7 @@ class Accelerators(Model):
 
 class Hardware(Model):
     device: Annotated[Literal["gpu", "cpu"], Choice(("gpu", "cpu"))] = "gpu"
+    """cpu is for small runs: workers on this machine or on a Ray cluster."""
     accelerators: Accelerators | None = None
     """How many accelerators the run may use; default: 1 to 8."""
     instance_types: Annotated[

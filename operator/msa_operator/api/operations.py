@@ -17,6 +17,7 @@ class Reservation(Model):
         Each(Text(64, r"^cr-[0-9a-f]{8,17}$", "a reservation id such as cr-0123456789abcdef0"),
              16, unique=True),
     ] = ()  # fmt: skip
+    """Capacity reservations and capacity blocks that the job may use."""
 
 
 class Capacity(Model):
@@ -61,12 +62,16 @@ class Checkpoint(Model):
     ] = None  # fmt: skip
     """Folder for checkpoints; default: beside the run's output, or what the cluster offers."""
     every_steps: Annotated[int, Int(1, 10**9)] = 100
+    """Steps between checkpoints; the last step always has one."""
     keep: Annotated[int, Int(1, 1000)] = 3
+    """Complete checkpoints kept, the newest ones."""
     resume: Annotated[Literal["Latest", "Never"], Choice(("Latest", "Never"))] = "Latest"
+    """Latest goes on from the newest complete checkpoint; Never refuses a folder that has one."""
 
 
 class Failure(Model):
     max_restarts: Annotated[int, Int(0, 1000)] = 5
+    """Attempts after the first, whatever ended the one before."""
     on_node_loss: Annotated[
         tuple[str, ...], Each(Choice(("WaitReplacement", "Replan", "Fail")), 3, unique=True)
     ] = ("WaitReplacement", "Replan", "Fail")
@@ -98,7 +103,9 @@ class Cleanup(Model):
     on_success: Annotated[str, Choice(("DeleteCluster", "KeepHead", "KeepCluster"))] = (
         "DeleteCluster"
     )
+    """What happens to the Ray cluster of a job that is complete."""
     on_failure: Annotated[str, Choice(("DeleteCluster", "KeepHead", "KeepCluster"))] = "KeepHead"
+    """What happens to that of a failed one: a head without workers keeps logs and dashboard."""
     after: Duration = "10m"
     """How long what is kept is kept; nodes are given back at once unless KeepCluster."""
     ttl: Duration = "7d"

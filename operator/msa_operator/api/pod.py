@@ -59,12 +59,19 @@ class Pod(Model):
     image: Annotated[str | None, Text(512, r"^[^\s]+$", "an image reference", shortest=1)] = None
     """Image of head and workers; default: what the operator was installed with."""
     service_account_name: ObjectName | None = None
+    """Account whose rights the pods have, such as reading a bucket."""
     image_pull_secrets: Annotated[tuple[ObjectReference, ...], Field(max_length=16)] = ()
+    """Secrets for the image's registry."""
     env: Annotated[tuple[EnvVar, ...], Field(max_length=256)] = ()
+    """Environment of head and workers."""
     volumes: Annotated[tuple[Volume, ...], Field(max_length=64)] = ()
+    """Volumes, each with the path where it is mounted."""
     node_selector: Annotated[dict[str, str], Map(64, 63)] = Field(default_factory=dict)
+    """Labels that a worker's node must have."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=64)] = ()
+    """Taints that workers tolerate, beside those of GPUs."""
     priority_class_name: ObjectName | None = None
+    """Priority of head and workers."""
     memory: Quantity | None = None
     """Memory of a worker pod; default: what its machine can give."""
     cpu: Quantity | None = None

@@ -33,13 +33,19 @@ class StepBytes:
     context: float
 
 
-def bandwidth(machine: Machine, ranks: int) -> float:
-    """Bytes per second into one rank, in a group of neighbouring ``ranks``."""
+def bandwidth(machine: Machine, ranks: int, members: int = 1) -> float:
+    """Bytes per second into one rank, in a group of neighbouring ``ranks``.
+
+    ``members`` of the group share a machine and want the same bytes, as in gathering parameters:
+    these cross the network once and spread over the fast links inside.
+    """
     gpu = machine.accelerator
-    if gpu is not None and ranks <= machine.domain and gpu.link_gbps:
-        return gpu.link_gbps / 2 * 1e9 * LINK_EFFICIENCY
-    share = max(1, machine.count)
-    return (machine.network_gbps or DEFAULT_NETWORK_GBPS) / 8 * 1e9 / share * LINK_EFFICIENCY
+    inside = gpu.link_gbps / 2 * 1e9 * LINK_EFFICIENCY if gpu is not None else 0.0
+    if inside and ranks <= machine.domain:
+        return inside
+    total = (machine.network_gbps or DEFAULT_NETWORK_GBPS) / 8 * 1e9 * LINK_EFFICIENCY
+    share = total * min(members, machine.count) / max(1, machine.count)
+    return min(share, inside) if inside else share
 
 
 @lru_cache(maxsize=4096)

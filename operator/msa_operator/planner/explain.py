@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msa_operator.planner.hardware import GIB
+from msa_operator.planner.hardware import GIB, memory_request_mib
 from msa_operator.planner.request import Plan, degrees, place
 from msa_operator.planner.runtime import THIS_VERSION
 
@@ -45,7 +45,7 @@ def to_dict(plan: Plan, pattern: Any = None) -> dict[str, Any]:
         },
         "density": round(plan.density, 6),
         "estimate": None,
-        "efa": efa(plan),
+        "podResources": pod_resources(plan),
         "rejected": [{"plan": r.label, "reason": r.reason} for r in plan.rejected],
         "notes": list(plan.notes),
     }
@@ -84,6 +84,20 @@ def efa(plan: Plan) -> int:
     return plan.machine.efa if plan.machines > 1 else 0
 
 
+def pod_resources(plan: Plan) -> dict[str, int | str]:
+    """What a worker pod requests of its node, one pod a machine; empty for a shared machine.
+
+    Memory is the most that fits before daemonsets take their part.
+    """
+    if plan.machine.shared or plan.machine.accelerator is None:
+        return {}
+    gpus = min(plan.mesh.world_size, plan.machine.count)
+    resources: dict[str, int | str] = {"nvidia.com/gpu": gpus}
+    if interfaces := efa(plan):
+        resources["vpc.amazonaws.com/efa"] = interfaces
+    return resources | {"memory": f"{memory_request_mib(plan.machine)}Mi"}
+
+
 def lines(plan: Plan) -> list[tuple[str, str]]:
     """Label and text of everything that explains the plan, without what was rejected."""
     mesh, rank = plan.mesh, plan.rank
@@ -118,8 +132,9 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
             per_million = hourly / 3600 / plan.tokens_per_second * 1e6
             text += f", ${hourly:,.0f} an hour, ${per_million:,.2f} per million tokens"
         out.append(("estimate", text))
-    if plan.machine.efa:
-        out.append(("network", f"vpc.amazonaws.com/efa: {efa(plan)} per worker pod"))
+    if pod := pod_resources(plan):
+        text = ", ".join(f"{name}: {value}" for name, value in pod.items())
+        out.append(("worker pod", f"{text} (memory is the most that can be requested)"))
     out += [("note", note) for note in plan.notes]
     return out
 

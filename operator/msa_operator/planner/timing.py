@@ -8,7 +8,7 @@ from msa_operator.planner.comm import StepBytes, bandwidth
 from msa_operator.planner.flops import StepFlops
 from msa_operator.planner.hardware import Machine
 
-MATRIX_EFFICIENCY = 0.42
+MATRIX_EFFICIENCY = 0.38
 """Of the peak that a training step's matrix products reach; docs/planner.md has the runs."""
 
 ATTENTION_EFFICIENCY = 0.50
@@ -35,8 +35,9 @@ def step_seconds(
     compute = matrices + attention
 
     inner = mesh.tensor * mesh.context
-    data = moved.data / bandwidth(machine, inner * mesh.data_shard)
-    tensor = moved.tensor / bandwidth(machine, mesh.tensor)
+    here = min(machine.count, world) // mesh.tensor
+    data = moved.data / bandwidth(machine, inner * mesh.data_shard, max(1, here))
+    tensor = moved.tensor / bandwidth(machine, mesh.tensor, min(mesh.tensor, machine.count))
     context = moved.context / bandwidth(machine, inner)
     exposed = max(0.0, data - HIDDEN * compute) + tensor + max(0.0, context - attention)
     return compute + exposed
