@@ -117,7 +117,8 @@ def test_machine_types_that_nobody_describes():
 
 
 def test_memory_that_no_pod_can_get_is_refused_with_the_most():
-    parsed = parse_job(job({**GPU, "spec.pod.memory": "2048Gi"}))
+    only = {"spec.hardware.instanceTypes": ["p5.48xlarge"]}
+    parsed = parse_job(job({**GPU, **only, "spec.pod.memory": "2048Gi"}))
     model = resolve(parsed.spec.model)
     with pytest.raises(JobError) as caught:
         plan_job(parsed, model, machines_of(parsed, (), lambda: HOST), EVERYTHING)
