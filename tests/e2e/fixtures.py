@@ -1,0 +1,39 @@
+"""Fixtures of the test cluster. A machine that cannot run it says why; CI must not skip."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from .apiserver import ApiServer
+from .paths import Unavailable
+
+
+def not_here(reason: Unavailable) -> None:
+    """Skips the test with the reason, or fails it where CI is set."""
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(f"CI has to run this: {reason}", pytrace=False)
+    pytest.skip(f"cannot run here: {reason}")
+
+
+@pytest.fixture(scope="session")
+def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """A real API server on loopback, with garbage collection and the deletion of namespaces.
+
+    Shared by the session: use a namespace of your own. Pods stay as they are made, since nothing
+    schedules or runs them.
+    """
+    try:
+        server = ApiServer.start(
+            tmp_path_factory.mktemp("api-server"),
+            controllers=("garbage-collector-controller", "namespace-controller"),
+        )
+    except Unavailable as reason:
+        not_here(reason)
+        raise
+    try:
+        yield server
+    finally:
+        server.stop()

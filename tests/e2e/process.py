@@ -1,0 +1,139 @@
+"""Processes that are started, awaited and ended by identity: a pid and the time it started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+POLL_S = 0.05
+"""Between two looks at a condition: short beside every start-up time here, cheap beside a core."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of ours. A pid alone could be somebody else's by the time it is ended."""
+
+    name: str
+    pid: int
+    started: float
+
+    def alive(self) -> bool:
+        try:
+            found = psutil.Process(self.pid)
+            same = abs(found.create_time() - self.started) < 0.5
+            return same and found.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Ends the process: SIGTERM, and SIGKILL after the grace. Returns when it is gone."""
+        if not self.alive():
+            return
+        found = psutil.Process(self.pid)
+        if grace_s > 0:
+            found.terminate()
+            _, left = psutil.wait_procs([found], timeout=grace_s)
+            if not left:
+                return
+        found.kill()
+        psutil.wait_procs([found], timeout=30)
+
+
+def spawn(
+    name: str,
+    argv: Sequence[str],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    with_parent: bool = False,
+) -> Process:
+    """Starts a process in a session of its own, its output in the log.
+
+    with_parent: the kernel kills it when the starting thread dies, however that dies (Linux).
+    """
+    command = list(argv)
+    if with_parent and (setpriv := shutil.which("setpriv")):
+        command = [setpriv, "--pdeathsig", "KILL", "--", *command]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=dict(os.environ if env is None else env),
+        )
+    # Reaped here when it ends first; otherwise it outlives us on purpose.
+    child.returncode = child.poll()
+    return Process(name, child.pid, psutil.Process(child.pid).create_time())
+
+
+def wait_for(
+    condition: Callable[[], object],
+    what: str,
+    timeout_s: float,
+    *,
+    needs: Sequence[Process] = (),
+    log: Path | None = None,
+) -> None:
+    """Returns once the condition holds.
+
+    TimeoutError after the deadline, and RuntimeError as soon as a process it needs has ended;
+    both name what was awaited and end with the last lines of the log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        gone = [process.name for process in needs if not process.alive()]
+        if gone:
+            raise RuntimeError(f"{', '.join(gone)} ended before {what}{_tail(log)}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{timeout_s:g} s passed before {what}{_tail(log)}")
+        time.sleep(POLL_S)
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float = 60,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: str | None = None,
+) -> str:
+    """What the command wrote to its standard output; RuntimeError with its words if it failed."""
+    done = subprocess.run(
+        list(argv),
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=None if env is None else dict(env),
+        cwd=cwd,
+    )
+    if done.returncode != 0:
+        words = (done.stderr.strip() or done.stdout.strip())[-4000:]
+        raise RuntimeError(f"{' '.join(argv[:6])} ... ended with {done.returncode}: {words}")
+    return done.stdout
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _tail(log: Path | None, lines: int = 25) -> str:
+    if log is None or not log.exists():
+        return ""
+    last = log.read_text(errors="replace").splitlines()[-lines:]
+    return f"; the end of {log}:\n" + "\n".join(last)
