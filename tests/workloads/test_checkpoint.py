@@ -271,9 +271,7 @@ def test_checkpoints_on_s3(
     on_ranks: Callable[..., Any], make_spec: Callable[..., RunSpec], s3: Any
 ) -> None:
     spec = make_spec(checkpoint={"uri": "s3://corpus/runs/a"})
-    ((before, after, rows, folders, marker),) = on_ranks(
-        round_trip_on_s3, 1, spec=spec.to_json()
-    )
+    ((before, after, rows, folders, marker),) = on_ranks(round_trip_on_s3, 1, spec=spec.to_json())
     assert after == before
     assert rows == ROWS
     assert folders == [folder_name(2), folder_name(3)]

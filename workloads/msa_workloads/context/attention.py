@@ -1,0 +1,298 @@
+"""Context-parallel attention: every rank its own queries, exact over the keys of all ranks.
+
+:func:`context_attention` takes a rank's rows and returns its rows of the whole sequence's
+attention, differentiable. Keys and values that the plan names travel while the queries that do not
+need them are computed; partial results stay in fp32 and are merged exactly. In backward the local
+LSE and delta are those of the whole softmax, and the gradients of travelled keys and values go
+back to their owners in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from msa_kernels import backend as backends
+from msa_kernels.attention import check_pattern, check_tensors
+from msa_kernels.engine import HeadGroup, accumulator, head_groups
+from msa_kernels.ops import row_delta
+from msa_kernels.pattern import Documents, Pattern
+from msa_kernels.plan import Request, TileKernel
+from torch import Tensor
+
+from msa_workloads.context.commplan import comm_plan
+from msa_workloads.context.exchange import METHODS, Method
+from msa_workloads.context.layout import Layout, LayoutError
+from msa_workloads.context.passes import Call, backward, forward
+from msa_workloads.context.rankplan import Fuse, RankPlan, rank_plan
+from msa_workloads.context.ulysses import HeadSplit, heads_to_sequence, sequence_to_heads
+
+TILE_BACKENDS = ("triton", "torch")
+"""Backends that take positions, an external LSE and delta; the others compute whole calls only."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How keys travel; every choice gives the same result up to rounding."""
+
+    method: Method = "all_to_all"
+    """``all_to_all`` and ``p2p`` bring all keys at once; ``ring`` one rank's at a time, so that at
+    most two ranks' keys are held, and computes each while the next arrives."""
+    fuse: Fuse = "auto"
+    """Whether queries with remote keys wait for all of them (one pass) or are computed on the
+    local ones first and merged."""
+    keep_ratio: float = 1.0
+    """Received keys are kept for backward when no rank receives more than this many times its own
+    tokens; otherwise they travel again. Never with ``ring``."""
+    gradients: str = "fp32"
+    """dtype in which gradients of keys and values return to their owners: fp32 or bf16."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("method", METHODS), ("fuse", ("auto", "always", "never")),
+            ("gradients", ("fp32", "bf16")),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}: found {value!r}, allowed: {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPlan:
+    """One sequence on one rank: its layout and its documents. Made once a batch, for all layers.
+
+    ``layout`` is that of the ranks which exchange keys. Where ``heads`` ranks share each of them
+    (Ulysses), the data is sharded by ``layout.split(heads)``.
+    """
+
+    layout: Layout
+    documents: tuple[int, ...]
+    rank: int
+    _kept: dict[Hashable, RankPlan] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if sum(self.documents) != self.layout.tokens:
+            raise LayoutError(
+                f"documents hold {sum(self.documents)} tokens, "
+                f"the layout is for {self.layout.tokens}"
+            )
+        if not 0 <= self.rank < self.layout.ranks:
+            raise LayoutError(
+                f"rank {self.rank}, the layout has ranks 0 to {self.layout.ranks - 1}"
+            )
+
+    @classmethod
+    def whole(cls, layout: Layout, rank: int) -> ContextPlan:
+        """One document."""
+        return cls(layout, (layout.tokens,), rank)
+
+    @classmethod
+    def of_ids(cls, layout: Layout, ids: Tensor, rank: int) -> list[ContextPlan]:
+        """One plan per row of document ids (batch, tokens) of the unsharded batch, in which a
+        change of id starts a new document; rows with equal documents share a plan."""
+        made: dict[tuple[int, ...], ContextPlan] = {}
+        plans = []
+        for row in ids.tolist():
+            lengths = Documents.from_ids(row).lengths
+            if lengths not in made:
+                made[lengths] = cls(layout, lengths, rank)
+            plans.append(made[lengths])
+        return plans
+
+    def prepare(self, pattern: Pattern, options: Options = Options()) -> RankPlan:  # noqa: B008
+        """The rank's plan for one head's pattern; made ahead by a data loader if it likes."""
+        key = (pattern, options.method, options.fuse)
+        if key not in self._kept:
+            plan = comm_plan(pattern, self.layout, self.documents)
+            self._kept[key] = rank_plan(pattern, plan, self.rank, options.method, options.fuse)
+        return self._kept[key]
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan | Sequence[ContextPlan],
+    group: dist.ProcessGroup | None,
+    *,
+    pattern: Pattern,
+    scale: float | None = None,
+    heads_group: dist.ProcessGroup | None = None,
+    options: Options = Options(),  # noqa: B008
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of this rank's queries over the whole sequence that ``plan`` lays out.
+
+    q is (B, rows, Hq, D), k and v (B, rows, Hkv, D), rows those of this rank. Returns the same
+    rows of the output in q's dtype and, with ``return_lse``, natural-log LSE (B, Hq, rows).
+    Padding rows give 0 and -inf. ``plan`` is one for the batch, or one per batch row.
+
+    ``group`` holds the ranks that exchange keys, in the layout's order (None: one rank owns all
+    rows). With ``heads_group`` its ranks share the heads of one context rank (Ulysses): rows here
+    are those of ``layout.split(size of heads_group)``.
+
+    Raises ValueError (:class:`~msa_workloads.context.layout.LayoutError`,
+    :class:`~msa_workloads.context.ulysses.HeadsError`) before anything is sent when shapes,
+    groups and plan do not fit, and :class:`msa_kernels.backend.BackendError` where no tile kernel
+    serves the pattern.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    check_tensors(q, k, v)
+    plans = [plan] * q.shape[0] if isinstance(plan, ContextPlan) else list(plan)
+    if len(plans) != q.shape[0]:
+        raise LayoutError(f"{len(plans)} plans for a batch of {q.shape[0]} rows")
+    heads = 1 if heads_group is None else dist.get_world_size(heads_group)
+    for one in set(plans):
+        _check(one, group, q, k, heads)
+    check_pattern(pattern, max(max(p.documents) for p in plans))
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    split = HeadSplit(q.shape[2], k.shape[2], heads)
+    if heads_group is not None and heads > 1:
+        pattern = split.pattern(pattern, dist.get_rank(heads_group))
+        q = sequence_to_heads(q, heads_group)
+        k = sequence_to_heads(k, heads_group, split.copies)
+        v = sequence_to_heads(v, heads_group, split.copies)
+    out, lse = _by_document(q, k, v, plans, group, pattern, factor, options, backend)
+    if heads_group is not None and heads > 1:
+        out = heads_to_sequence(out, heads_group)
+        if return_lse:
+            rows = lse.transpose(1, 2).unsqueeze(-1)
+            lse = heads_to_sequence(rows, heads_group).squeeze(-1).transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    plan: ContextPlan, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, heads: int
+) -> None:
+    size = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
+    if (size, rank) != (plan.layout.ranks, plan.rank):
+        raise LayoutError(
+            f"the plan is for rank {plan.rank} of {plan.layout.ranks}, this is rank {rank} of a "
+            f"group of {size}"
+        )
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.shape[1] * heads != plan.layout.rows:
+            raise LayoutError(
+                f"{name} has {tensor.shape[1]} rows, this rank owns {plan.layout.rows // heads} "
+                f"of {plan.layout.padded} (padded from {plan.layout.tokens})"
+            )
+
+
+def _by_document(
+    q: Tensor, k: Tensor, v: Tensor, plans: list[ContextPlan], group: dist.ProcessGroup | None,
+    pattern: Pattern, scale: float, options: Options, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Batch rows that share a plan are one call."""
+    found = []
+    for _, some in itertools.groupby(range(len(plans)), key=lambda n: id(plans[n])):
+        at = list(some)
+        rows = slice(at[0], at[-1] + 1)
+        call = _call(q, k, plans[at[0]], group, pattern, options, backend)
+        out, lse, _kept = attention(q[rows], k[rows], v[rows], call.handle, scale)
+        found.append((out, lse))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+
+def _call(
+    q: Tensor, k: Tensor, plan: ContextPlan, group: dist.ProcessGroup | None, pattern: Pattern,
+    options: Options, backend: str,
+) -> Call:  # fmt: skip
+    kernel = tile_kernel(q, k, pattern, backend)
+    groups: list[tuple[HeadGroup, RankPlan]] = []
+    for some in head_groups(pattern, q.shape[2], k.shape[2]):
+        groups.append((some, plan.prepare(some.pattern, options)))
+    backends.record(f"context/{kernel.name}", q, k, pattern, len(plan.documents) > 1)
+    keep = options.method != "ring" and all(
+        part.most_received <= options.keep_ratio * plan.layout.rows for _, part in groups
+    )
+    returned = torch.bfloat16 if options.gradients == "bf16" else accumulator(q.dtype)
+    call = Call(tuple(groups), group, kernel, options.method, keep, returned)
+    _calls[call.handle] = call
+    return call
+
+
+def tile_kernel(q: Tensor, k: Tensor, pattern: Pattern, backend: str) -> TileKernel:
+    """The tile kernel that serves all heads; raises BackendError with every reason."""
+    names = [name for name in backends.ORDER.get(q.device.type, ("torch",))]
+    tried = [n for n in names if n in TILE_BACKENDS] if backend == "auto" else [backend]
+    if not set(tried) <= set(TILE_BACKENDS):
+        raise backends.BackendError(
+            f"backend {backend!r} computes whole calls only; with context parallelism choose "
+            f"auto, {', '.join(TILE_BACKENDS)}"
+        )
+    reasons = []
+    for name in tried:
+        refusals = [
+            backends.refusal(name, _request(q, k, group.pattern))
+            for group in head_groups(pattern, q.shape[2], k.shape[2])
+        ]
+        if not any(refusals):
+            kernel = backends.load(name)
+            assert hasattr(kernel, "backward")
+            return kernel  # type: ignore[return-value]
+        reasons.append(f"{name}: {next(r for r in refusals if r)}")
+    raise backends.BackendError(f"no tile kernel serves {pattern}: {'; '.join(reasons)}")
+
+
+def _request(q: Tensor, k: Tensor, pattern: Pattern) -> Request:
+    return Request(
+        device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
+        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=pattern,
+        plain=False, needs_grad=True, return_lse=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("msa::context_attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, call: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and the received keys and values that are kept for backward (bytes may be 0).
+
+    An operator of its own, so that checkpointing policies can keep its results: computing them
+    again would exchange the keys again. ``call`` is the handle of a :class:`Call` that is alive.
+    """
+    return forward(_calls[call], q, k, v, scale)
+
+
+@torch.library.custom_op("msa::context_attention_backward", mutates_args=())
+def attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor, kept: Tensor,
+    call: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV of this rank's rows, contributions of all ranks included."""
+    return backward(_calls[call], q, k, v, lse, delta, dout, kept, scale)
+
+
+def _setup(ctx, inputs, output) -> None:
+    q, k, v, call, scale = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[2])
+    ctx.call, ctx.scale = _calls[call], scale
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: Tensor | None):
+    q, k, v, out, lse, kept = ctx.saved_tensors
+    # Every rank takes part in the exchange, whether or not anything depends on its own rows.
+    dout = torch.zeros_like(out) if dout is None else dout
+    delta = row_delta(dout, out, dlse)
+    grads = attention_backward(
+        q, k, v, lse, delta, dout, kept, ctx.call.handle, ctx.scale
+    )  # fmt: skip
+    return (*grads, None, None)
+
+
+attention.register_autograd(_backward, setup_context=_setup)
