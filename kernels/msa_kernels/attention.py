@@ -24,6 +24,8 @@ from msa_kernels.pattern import (
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Align, Request
 
+backends.preload()
+
 Packing: TypeAlias = Documents | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -64,6 +66,9 @@ def msa_attention(
     document is one), TypeError for wrong types, and
     :class:`msa_kernels.backend.BackendError` where nothing implements the request.
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -101,8 +106,6 @@ def msa_attention(
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises unless q, k and v fit together; the message gives what was found and is allowed."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, sequence, heads, head size), found {tensor.dim()} "

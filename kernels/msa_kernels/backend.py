@@ -8,14 +8,13 @@ serves the request on its device; a named backend serves or raises :class:`Backe
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -109,17 +108,22 @@ class Used:
     calls: int
 
 
-@torch.compiler.assume_constant_result
 def load(name: str) -> Backend:
     """The backend of that name; ImportError when what it needs is not installed."""
-    return _load(name)
+    if name not in _loaded:
+        _loaded[name] = LOADERS[name]()
+    return _loaded[name]
 
 
-@cache
-def _load(name: str) -> Backend:
-    if name == "triton" and importlib.util.find_spec("msa_kernels.triton") is None:
-        raise ImportError("msa_kernels.triton is not part of this installation")
-    return LOADERS[name]()
+_loaded: dict[str, Backend] = {}
+
+
+def preload() -> None:
+    """Load what calls on this machine may use: ``torch.compile`` cannot trace an import."""
+    for name in LOADERS:
+        if name != "triton" or torch.cuda.is_available():
+            with contextlib.suppress(ImportError):
+                load(name)
 
 
 def refusal(name: str, request: Request) -> str | None:

@@ -14,7 +14,7 @@ import math
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -116,9 +116,9 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def check(device: str, dtype: torch.dtype) -> Iterator[Outcome]:
-    """Every backend on every case, one outcome at a time."""
-    for name in backends.LOADERS:
+def check(device: str, dtype: torch.dtype, names: Iterable[str]) -> Iterator[Outcome]:
+    """The named backends on every case, one outcome at a time."""
+    for name in names:
         for case in cases():
             yield run(name, case, device, dtype)
 
@@ -244,12 +244,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m msa_kernels.check", description=__doc__)
     parser.add_argument("--output", choices=("table", "json"), default="table")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", action="append", choices=tuple(backends.LOADERS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     args = parser.parse_args(argv)
     usual = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
     dtype = getattr(torch, args.dtype) if args.dtype else usual
     found = machine()
-    outcomes = list(check(args.device, dtype))
+    outcomes = list(check(args.device, dtype, args.backend or backends.LOADERS))
     if args.output == "json":
         rows = [asdict(o) | {"ok": o.ok} for o in outcomes]
         print(json.dumps({"machine": found, "device": args.device, "results": rows}, indent=2))

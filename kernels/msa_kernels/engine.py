@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from msa_kernels import fused
 from msa_kernels.blocks import Runs
-from msa_kernels.merge import merge
 from msa_kernels.pattern import Pattern
 from msa_kernels.plan import PartPlan, TileKernel, plan
 
@@ -67,6 +67,7 @@ def backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
     dout: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
@@ -76,7 +77,7 @@ def backward(
     scale: float,
     grad_dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """dQ, dK, dV in ``grad_dtype`` (that of q when None), from the whole softmax's LSE and delta.
+    """dQ, dK, dV in ``grad_dtype`` (that of q when None), from the whole softmax's output, LSE and delta.
 
     delta = rowsum(dout * out) - dlse, (B, Hq, Sq) like ``lse``.
     """
@@ -84,13 +85,14 @@ def backward(
     groups = list(head_groups(pattern, q.shape[2], k.shape[2]))
     if len(groups) == 1:
         parts = plan(groups[0].pattern, queries, keys)
-        return _backward_group(kernel, q, k, v, dout, lse, delta, parts, scale, dtype)
+        return _backward_group(kernel, q, k, v, out, dout, lse, delta, parts, scale, dtype)
     dq, dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
     for group in groups:
         parts = plan(group.pattern, queries, keys)
         heads = group.query_heads(lse.device)
         some = _backward_group(
-            kernel, group.queries(q), group.keys(k), group.keys(v), group.queries(dout),
+            kernel, group.queries(q), group.keys(k), group.keys(v), group.queries(out),
+            group.queries(dout),
             lse[:, heads], delta[:, heads], parts, scale, dtype,
         )  # fmt: skip
         group.put_queries(dq, some[0])
@@ -154,47 +156,43 @@ def _forward_group(
     kernel: TileKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     parts: tuple[PartPlan, ...], scale: float, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    if not parts:
+        lse = q.new_full(
+            (q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=accumulator(q.dtype)
+        )
+        return q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype), lse
     partial_dtype = dtype if len(parts) == 1 else accumulator(q.dtype)
-    merged = None
+    partials = []
     for part in parts:
         out, lse = kernel.forward(
             fold(q, part, part.q_order), fold(k, part, part.k_order), fold(v, part, part.k_order),
             part, scale, partial_dtype,
         )  # fmt: skip
-        found = unfold(out, part), unfold_rows(lse, part)
-        merged = found if merged is None else merge((merged, found))
-    if merged is None:
-        lse = q.new_full(
-            (q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=accumulator(q.dtype)
-        )
-        return q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype), lse
-    return merged[0].to(dtype), merged[1]
+        partials.append((unfold(out, part), unfold_rows(lse, part)))
+    return fused.merge(partials, dtype)
 
 
 def _backward_group(
-    kernel: TileKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
-    lse: torch.Tensor, delta: torch.Tensor, parts: tuple[PartPlan, ...], scale: float,
+    kernel: TileKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, parts: tuple[PartPlan, ...], scale: float,
     dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
+    if not parts:
+        dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
+        return dq, dk, dv
     partial_dtype = dtype if len(parts) == 1 else accumulator(q.dtype)
-    total: list[torch.Tensor] = []
+    found: list[Gradients] = []
     for part in parts:
         dq, dk, dv = kernel.backward(
             fold(q, part, part.q_order), fold(k, part, part.k_order), fold(v, part, part.k_order),
-            fold(dout, part, part.q_order), fold_rows(lse, part), fold_rows(delta, part),
-            part, scale, partial_dtype,
+            fold(out, part, part.q_order), fold(dout, part, part.q_order), fold_rows(lse, part),
+            fold_rows(delta, part), part, scale, partial_dtype,
         )  # fmt: skip
-        found = (
-            unfold(dq, part), unfold(dk, part, keys=True), unfold(dv, part, keys=True)
+        found.append(
+            (unfold(dq, part), unfold(dk, part, keys=True), unfold(dv, part, keys=True))
         )  # fmt: skip
-        if total:
-            for sum_, grad in zip(total, found, strict=True):
-                sum_ += grad
-        else:
-            total = list(found)
-    if not total:
-        total = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v)]
-    return total[0].to(dtype), total[1].to(dtype), total[2].to(dtype)
+    dq, dk, dv = (fused.add(grads, dtype) for grads in zip(*found, strict=True))
+    return dq, dk, dv
 
 
 def fold(rows: torch.Tensor, part: PartPlan, order: object) -> torch.Tensor:

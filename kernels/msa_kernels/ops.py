@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from msa_kernels import backend as backends
-from msa_kernels import engine
+from msa_kernels import engine, fused
 from msa_kernels.blocks import Runs
 from msa_kernels.pattern import Pattern, from_dict
 from msa_kernels.placement import Placement
@@ -101,10 +101,10 @@ def attention_backward(
     view = _View(q, k, documents, q_bounds, k_bounds, align)
     if dout is None:
         dout = torch.zeros_like(out)
-    delta = row_delta(dout, out, dlse)
+    delta = fused.row_delta(dout, out, dlse)
     dq, dk, dv = engine.backward(
-        _kernel(backend), view.enter(q), view.enter(k), view.enter(v), view.enter(dout),
-        view.enter_log(lse), view.enter_log(delta), decode(pattern), *view.runs, scale,
+        _kernel(backend), view.enter(q), view.enter(k), view.enter(v), view.enter(out),
+        view.enter(dout), view.enter_log(lse), view.enter_log(delta), decode(pattern), *view.runs, scale,
     )  # fmt: skip
     return (
         view.leave(dq).contiguous(), view.leave(dk).contiguous(), view.leave(dv).contiguous()
@@ -129,13 +129,6 @@ def _(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, (B, H, S) in the accumulator's dtype."""
-    dtype = engine.accumulator(out.dtype)
-    delta = torch.einsum("bshd,bshd->bhs", dout.to(dtype), out.to(dtype))
-    return delta if dlse is None else delta - dlse.to(dtype)
 
 
 def _setup(ctx, inputs, output) -> None:

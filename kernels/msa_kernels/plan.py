@@ -142,14 +142,15 @@ class TileKernel(Protocol):
         ...
 
     def backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
-        lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
         grad_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """dQ, dK, dV in ``grad_dtype``, accumulated in fp32.
 
-        ``lse`` and ``delta`` are those of the whole softmax, of which this part may be a piece
-        (other parts, other ranks). P = exp(scale q.k - lse), 0 where lse is -inf;
+        ``out``, ``lse`` and ``delta`` are those of the whole softmax, of which this part may be a
+        piece (other parts, other ranks); delta = rowsum(dout * out) - dlse. Kernels that compute
+        delta themselves take ``out``, the others ignore it. P = exp(scale q.k - lse), 0 where lse is -inf;
         dS = P * (dout.v - delta).
         """
         ...

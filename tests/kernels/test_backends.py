@@ -1,0 +1,135 @@
+"""Dispatch: what runs is exact, chosen by request, and reported."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msa_kernels import backend, check, flex
+from msa_kernels.attention import msa_attention
+from msa_kernels.pattern import Dense, Dilated, Strided, Window
+from msa_kernels.plan import Request, plan, whole
+from msa_kernels.reference import reference
+from msa_kernels.testing import assert_close, document_ids, patterns
+
+
+def request(**changes: object) -> Request:
+    values: dict[str, object] = {
+        "device": torch.device("cpu"), "dtype": torch.float32, "batch": 1, "q_rows": 64,
+        "k_rows": 64, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "pattern": Dense(),
+        "plain": True, "needs_grad": False, "return_lse": False, "deterministic": False,
+    }  # fmt: skip
+    return Request(**(values | changes))  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data(), st.integers(1, 200))
+def test_flex_equals_the_oracle(data: st.DataObject, n: int) -> None:
+    pattern, ids = data.draw(patterns(n)), data.draw(st.none() | document_ids(2, n))
+    q, k, v = torch.randn(2, n, 4, 16), torch.randn(2, n, 2, 16), torch.randn(2, n, 2, 16)
+    out, lse = msa_attention(
+        q, k, v, pattern, documents=ids, backend="flex", return_lse=True
+    )  # fmt: skip
+    wanted = reference(q, k, v, pattern, documents=ids)
+    assert_close("out", out, wanted.out)
+    assert_close("lse", lse, wanted.lse)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_sdpa_equals_the_oracle(causal: bool) -> None:
+    q, k, v = (torch.randn(2, 77, h, 16, requires_grad=True) for h in (4, 2, 2))
+    out = msa_attention(q, k, v, Dense(causal), backend="sdpa")
+    assert isinstance(out, torch.Tensor)
+    dout = torch.randn_like(out)
+    wanted = reference(q, k, v, Dense(causal), dout=dout)
+    assert wanted.grads is not None
+    assert_close("out", out, wanted.out)
+    for found, exact in zip(torch.autograd.grad(out, (q, k, v), dout), wanted.grads, strict=True):
+        assert_close("gradient", found, exact)
+
+
+def test_a_block_mask_for_another_length_is_refused() -> None:
+    (part,) = plan(Window(9), *whole(300, 300))
+    mask = flex.block_mask(part, torch.device("cpu"))
+    flex.check_lengths(mask, 300, 300)
+    with pytest.raises(ValueError, match="for 300 queries and 300 keys, the tensors have 256"):
+        flex.check_lengths(mask, 256, 300)
+
+
+def test_flex_caps_its_padded_lists_loudly() -> None:
+    long = request(q_rows=1 << 20, k_rows=1 << 20, pattern=Window(8))
+    with pytest.raises(backend.BackendError, match=f"capped at {flex.MAX_ROWS} rows.*'torch'"):
+        backend.resolve(long, "flex")
+
+
+def test_auto_on_a_cpu_is_the_tiled_implementation() -> None:
+    for pattern in (Dense(), Strided(8), Dilated(4)):
+        assert backend.resolve(request(pattern=pattern)).name == "torch"
+
+
+def test_auto_on_a_gpu_prefers_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the project's own kernels: SDPA for what it serves, FlexAttention for the rest."""
+    monkeypatch.setitem(backend.ORDER, "cuda", ("sdpa", "flex", "torch"))
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "needs_grad": True}
+    assert backend.resolve(request(**gpu)).name == "sdpa"
+    assert backend.resolve(request(**gpu, pattern=Window(4))).name == "flex"
+    assert backend.resolve(request(**gpu, return_lse=True)).name == "flex"
+    assert backend.resolve(request(**gpu, plain=False)).name == "flex"
+    assert backend.resolve(request(**gpu, q_rows=1 << 20, pattern=Window(4))).name == "torch"
+
+
+def test_what_ran_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    backend.reset()
+    q = torch.randn(1, 33, 2, 8)
+    with caplog.at_level(logging.INFO, "msa_kernels.backend"):
+        for _ in range(3):
+            msa_attention(q, q, q, Window(5))
+        msa_attention(q, q, q, Window(6), backend="flex")
+    records = backend.used()
+    assert [(r.backend, r.calls) for r in records] == [("torch", 3), ("flex", 1)]
+    assert records[0].pattern == "Window(window=5, causal=True)"
+    assert (records[0].q_rows, records[0].head_dim, records[0].dtype) == (33, 8, "float32")
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in ("torch", "sdpa") for dtype in (torch.float32, torch.bfloat16)]
+    + [("torch", torch.float16), ("flex", torch.bfloat16)],
+)
+def test_check_passes_here(name: str, dtype: torch.dtype) -> None:
+    # FlexAttention traces every mask anew: a few kinds are enough here.
+    cases = check.cases()[:5] if name == "flex" else check.cases()
+    outcomes = [check.run(name, case, "cpu", dtype) for case in cases]
+    assert all(o.ok for o in outcomes), [o for o in outcomes if not o.ok]
+    ran = [o.case for o in outcomes if not o.refused]
+    assert len(ran) == (2 if name == "sdpa" else len(cases))
+
+
+def test_check_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = backend.load("torch")
+    monkeypatch.setattr(
+        tiles, "forward", lambda *a: tuple(1.01 * t for t in type(tiles).forward(tiles, *a)),
+        raising=False,
+    )  # fmt: skip
+    outcome = check.run("torch", check.cases()[0], "cpu", torch.float32)
+    assert not outcome.ok
+    assert outcome.errors["out"] == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_command_prints_json() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "msa_kernels.check", "--output", "json",
+         "--backend", "torch", "--backend", "triton"],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert report["machine"]["torch"] == torch.__version__
+    assert all(row["ok"] for row in report["results"])
+    assert {row["backend"] for row in report["results"]} == {"torch", "triton"}

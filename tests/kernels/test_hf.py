@@ -1,0 +1,187 @@
+"""Hugging Face models: equal to eager attention under the same mask, and loud about the rest."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from msa_kernels import backend, hf
+from msa_kernels.backend import BackendError
+from msa_kernels.pattern import Dense, Pattern, PerHead, SinkWindow, Window
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+
+LENGTH = 50
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    hf.register()
+    backend.reset()
+    torch.manual_seed(0)
+
+
+def build(config: PreTrainedConfig, implementation: str = "msa") -> Any:
+    torch.manual_seed(0)
+    # A config remembers the implementation that a model was built with: never share one.
+    own = copy.deepcopy(config)
+    return AutoModelForCausalLM.from_config(own, attn_implementation=implementation).eval()
+
+
+def dense_mask(pattern: Pattern) -> torch.Tensor:
+    i = torch.arange(LENGTH)
+    seen = pattern.allows(i[:, None], i[None])
+    floor = torch.finfo(torch.float32).min
+    return torch.where(seen, 0.0, floor)[None, None].expand(2, 1, -1, -1)
+
+
+def run(model: Any, **kwargs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ids = torch.randint(1, 64, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    out = model(input_ids=ids, labels=ids, use_cache=False, **kwargs)
+    return out.logits, list(torch.autograd.grad(out.loss, list(model.parameters())))
+
+
+CONFIGS = [
+    LlamaConfig(**SMALL),
+    MistralConfig(**SMALL, sliding_window=7),
+    Qwen3Config(**SMALL),
+    Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_a_model_without_patterns_computes_what_it_says(config: PreTrainedConfig) -> None:
+    model = build(config)
+    logits, grads = run(model)
+    assert {r.backend for r in backend.used()} == {"torch"}
+    expected, wanted = run(build(config, "eager"))
+    assert sum(r.calls for r in backend.used()) == 2, "eager attention must not run through msa"
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    for found, exact in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:3], ids=lambda c: type(c).__name__)
+def test_a_pattern_equals_eager_with_its_mask(config: PreTrainedConfig) -> None:
+    pattern = SinkWindow(8, 3)
+    window = getattr(config, "sliding_window", None)
+    effective = pattern.limited(window) if window else pattern
+    model = build(config)
+    hf.set_patterns(model, pattern)
+    logits, grads = run(model)
+    expected, wanted = run(build(config, "eager"), attention_mask=dense_mask(effective))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    for found, exact in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-3)
+
+
+def test_each_layer_has_its_own_pattern() -> None:
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, [Dense(), PerHead((Window(4), Dense()))])
+    run(model)
+    assert len({r.pattern for r in backend.used()}) == 2
+    with pytest.raises(ValueError, match="3 patterns for 2 attention layers"):
+        hf.set_patterns(model, [Dense()] * 3)
+
+
+def packing(form: str) -> dict[str, Any]:
+    position = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    ids = torch.cat([torch.zeros(20), torch.ones(30)])[None].int()
+    bounds = torch.tensor([0, 20, 50], dtype=torch.int32)
+    return {
+        "msa_document_ids": {"position_ids": position, "msa_document_ids": ids},
+        "cu_seq_lens": {
+            "position_ids": position, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
+            "max_length_q": 30, "max_length_k": 30,
+        },
+        "position_ids": {"position_ids": position},
+    }[form]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["msa_document_ids", "cu_seq_lens", "position_ids"])
+def test_packed_documents_equal_each_alone(form: str) -> None:
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, SinkWindow(8, 3))
+    ids = torch.randint(1, 64, (1, LENGTH))
+    packed = model(input_ids=ids, use_cache=False, **packing(form)).logits
+    alone = [model(input_ids=part, use_cache=False).logits for part in (ids[:, :20], ids[:, 20:])]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-5, rtol=1e-4)
+
+
+def test_permuted_positions_are_never_taken_for_documents() -> None:
+    """A rank that holds both ends of a sequence has positions that jump."""
+    model = build(LlamaConfig(**SMALL))
+    ids = torch.randint(1, 64, (1, LENGTH))
+    permuted = torch.cat([torch.arange(25, 50), torch.arange(25)])[None]
+    with pytest.raises(BackendError, match="msa_positions for a permuted"):
+        jumps = torch.cat([torch.arange(10), torch.arange(20, 60)])[None]
+        model(input_ids=ids, position_ids=jumps, use_cache=False)
+    model(input_ids=ids, position_ids=permuted, msa_positions=permuted, use_cache=False)
+    assert not any(r.packed for r in backend.used())
+
+
+def test_generation_with_a_cache_equals_eager() -> None:
+    ids = torch.randint(1, 64, (1, 20))
+    found = build(LlamaConfig(**SMALL)).generate(ids, max_new_tokens=6, do_sample=False)
+    wanted = build(LlamaConfig(**SMALL), "eager").generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, wanted)
+
+
+def test_a_padding_mask_of_ones_is_accepted_and_another_refused() -> None:
+    model = build(LlamaConfig(**SMALL))
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    torch.testing.assert_close(run(model, attention_mask=mask)[0], run(model)[0])
+    mask[0, :3] = 0
+    with pytest.raises(BackendError, match=r"padding mask .* msa_document_ids"):
+        run(model, attention_mask=mask)
+    with pytest.raises(BackendError, match=r"attention mask \(2, 1, 50, 50\)"):
+        run(model, attention_mask=dense_mask(Dense()))
+
+
+def test_what_is_not_implemented_is_refused() -> None:
+    with pytest.raises(BackendError, match="soft-capping"):
+        run(build(Gemma2Config(**SMALL)))
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    with pytest.raises(BackendError, match="learned sinks"):
+        run(build(GptOssConfig(**SMALL, **experts)))
+    with pytest.raises(BackendError, match=r"dropout 0\.1"):
+        run(build(LlamaConfig(**SMALL, attention_dropout=0.1)).train())
+    with pytest.raises(BackendError, match="attention weights"):
+        run(build(LlamaConfig(**SMALL)), output_attentions=True)
+    with pytest.raises(BackendError, match="keyword 'mystery'"):
+        run(build(LlamaConfig(**SMALL)), mystery=torch.ones(1))
+
+
+def test_a_bidirectional_pattern_in_a_causal_layer_is_refused() -> None:
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, Dense(causal=False))
+    with pytest.raises(BackendError, match="the layer is causal and its pattern is not"):
+        run(model)
+
+
+def test_patterns_need_the_implementation() -> None:
+    with pytest.raises(ValueError, match="attn_implementation='eager', which ignores patterns"):
+        hf.set_patterns(build(LlamaConfig(**SMALL), "eager"), Window(4))
+
+
+def test_checkpointed_activations_give_the_same_gradients() -> None:
+    plain, saved = (build(LlamaConfig(**SMALL)).train() for _ in range(2))
+    for model in (plain, saved):
+        hf.set_patterns(model, SinkWindow(8, 3))
+    saved.gradient_checkpointing_enable({"use_reentrant": False})
+    for found, wanted in zip(run(saved)[1], run(plain)[1], strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,122 @@
+"""The operators are well formed, compile without breaks, and count FLOPs by attended pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from msa_kernels import ops
+from msa_kernels.attention import msa_attention
+from msa_kernels.module import MsaAttention
+from msa_kernels.pattern import Dense, Dilated, Pattern, PerHead, SinkWindow, Window
+from msa_kernels.placement import Placement
+from msa_kernels.testing import seen_pairs
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+IDS = torch.tensor([[0] * 7 + [1] * 13, [0] * 20])
+BOUNDS = torch.tensor([0, 7, 20])
+
+
+def arguments(
+    batch: int, pattern: Pattern, ids: torch.Tensor | None, bounds: torch.Tensor | None
+) -> tuple[object, ...]:
+    q, k, v = (torch.randn(batch, 20, h, 8, requires_grad=True) for h in (4, 2, 2))
+    return (
+        q, k, v, ops.encode(pattern), 0.3, ids, bounds, bounds, "bottom-right", "torch"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batch", "pattern", "ids", "bounds"),
+    [
+        (2, SinkWindow(5, 2), None, None),
+        (2, Dilated(3), IDS, None),
+        (1, PerHead((Window(4), Dense())), None, BOUNDS),
+    ],
+)
+def test_operators_are_well_formed(
+    batch: int, pattern: Pattern, ids: torch.Tensor | None, bounds: torch.Tensor | None
+) -> None:
+    given = arguments(batch, pattern, ids, bounds)
+    opcheck(torch.ops.msa.attention.default, given)
+    out, lse = ops.attention(*given)  # type: ignore[arg-type]
+    tensors = [t.detach() for t in (*given[:3], out, lse, out, lse)]  # type: ignore[union-attr]
+    opcheck(torch.ops.msa.attention_backward.default, (*tensors, *given[3:]))
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, pattern: Pattern) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MsaAttention(32, 4, pattern, kv_heads=2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, documents=documents)
+        return x
+
+
+def test_two_layers_compile_once_for_three_lengths() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = TwoLayers(SinkWindow(5, 2))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (30, 47, 64):
+        x = torch.randn(2, length, 32)
+        ids = torch.arange(length).ge(11).long().expand(2, -1).contiguous()
+        plain = torch.autograd.grad(model(x, ids).square().sum(), list(model.parameters()))
+        fast = torch.autograd.grad(compiled(x, ids).square().sum(), list(model.parameters()))
+        for found, wanted in zip(fast, plain, strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "placement", "rows"),
+    [
+        (SinkWindow(5, 2), Placement(), (20, 20)),
+        (SinkWindow(5, 2), Placement(IDS), (20, 20)),
+        (Window(3, causal=False), Placement(), (20, 20)),
+        (Dense(), Placement(align="bottom-right"), (8, 20)),
+        (SinkWindow(3, 2), Placement(align="top-left"), (8, 20)),
+        (SinkWindow(3, 2), Placement(align="bottom-right"), (20, 8)),
+        (Dense(causal=False), Placement(), (8, 20)),
+        (Dilated(3), Placement(None, BOUNDS, torch.tensor([0, 2, 20])), (20, 20)),
+    ],
+)
+def test_attended_pairs_are_exact(
+    pattern: Pattern, placement: Placement, rows: tuple[int, int]
+) -> None:
+    counted = ops.attended_pairs(pattern, placement, 2, *rows, kv_heads=3)
+    batch = 1 if placement.flattens else 2
+    seen = np.asarray(seen_pairs(pattern.allows, *placement.runs(*rows)))
+    assert counted == 3 * batch * int(seen.sum())
+
+
+def test_flops_count_attended_pairs_only() -> None:
+    q, k, v = (torch.randn(2, 128, h, 16, requires_grad=True) for h in (4, 2, 2))
+    with FlopCounterMode(display=False) as counter:
+        out = msa_attention(q, k, v, Window(8))
+        assert isinstance(out, torch.Tensor)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward == 4 * Window(8).pairs(128) * 16 * 4 * 2
+    assert counter.get_total_flops() == 3.5 * forward
+
+
+def test_equal_patterns_have_equal_names() -> None:
+    pattern = PerHead((SinkWindow(8, 2), Dilated(3).limited(9)))
+    assert ops.encode(pattern) == ops.encode(ops.decode(ops.encode(pattern)))
+    assert ops.decode(ops.encode(pattern)) == pattern
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = (torch.randn(1, 9, 2, 8, requires_grad=True) for _ in range(3))
+    out = msa_attention(q, k, v, Window(4))
+    assert isinstance(out, torch.Tensor)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
