@@ -77,8 +77,9 @@ def backward(
     scale: float,
     grad_dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """dQ, dK, dV in ``grad_dtype`` (that of q when None), from the whole softmax's output, LSE and delta.
+    """dQ, dK, dV in ``grad_dtype`` (that of q when None).
 
+    ``out``, ``lse`` and ``delta`` are those of the whole softmax, over every part and rank;
     delta = rowsum(dout * out) - dlse, (B, Hq, Sq) like ``lse``.
     """
     dtype = grad_dtype or q.dtype
@@ -174,8 +175,8 @@ def _forward_group(
 
 def _backward_group(
     kernel: TileKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, parts: tuple[PartPlan, ...], scale: float,
-    dtype: torch.dtype,
+    dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, parts: tuple[PartPlan, ...],
+    scale: float, dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
     if not parts:
         dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))

@@ -104,7 +104,8 @@ def attention_backward(
     delta = fused.row_delta(dout, out, dlse)
     dq, dk, dv = engine.backward(
         _kernel(backend), view.enter(q), view.enter(k), view.enter(v), view.enter(out),
-        view.enter(dout), view.enter_log(lse), view.enter_log(delta), decode(pattern), *view.runs, scale,
+        view.enter(dout), view.enter_log(lse), view.enter_log(delta), decode(pattern),
+        *view.runs, scale,
     )  # fmt: skip
     return (
         view.leave(dq).contiguous(), view.leave(dk).contiguous(), view.leave(dv).contiguous()

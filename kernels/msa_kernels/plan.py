@@ -150,8 +150,8 @@ class TileKernel(Protocol):
 
         ``out``, ``lse`` and ``delta`` are those of the whole softmax, of which this part may be a
         piece (other parts, other ranks); delta = rowsum(dout * out) - dlse. Kernels that compute
-        delta themselves take ``out``, the others ignore it. P = exp(scale q.k - lse), 0 where lse is -inf;
-        dS = P * (dout.v - delta).
+        delta themselves take ``out``, the others ignore it. P = exp(scale q.k - lse), 0 where lse
+        is -inf; dS = P * (dout.v - delta).
         """
         ...
 

@@ -87,8 +87,8 @@ class TritonKernel:
         return out, lse
 
     def backward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor,
-        lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
         grad_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         dout = dout.to(q.dtype)

@@ -75,3 +75,58 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
         HEAD_DIM=triton.next_power_of_2(head_dim), BLOCK=64,
     )  # fmt: skip
     return result
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _merge_kernel(
+    a, a_lse, b, b_lse, out, lse, rows, heads, stride_ab, stride_as, stride_ah, stride_bb,
+    stride_bs, stride_bh, stride_ob, stride_os, stride_oh, head_dim, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(1).to(tl.int64)
+    batch, head = line // heads, line % heads
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, HEAD_DIM)
+    inside = (at < rows)[:, None] & (d < head_dim)[None, :]
+    far = at.to(tl.int64)[:, None]
+    a_log = tl.load(a_lse + line * rows + at, mask=at < rows, other=float("-inf"))
+    b_log = tl.load(b_lse + line * rows + at, mask=at < rows, other=float("-inf"))
+    largest = tl.maximum(a_log, b_log)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    a_weight, b_weight = tl.exp(a_log - largest), tl.exp(b_log - largest)
+    total = a_weight + b_weight
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    a_tile = tl.load(
+        a + batch * stride_ab + head * stride_ah + far * stride_as + d[None, :], mask=inside,
+        other=0.0,
+    )  # fmt: skip
+    b_tile = tl.load(
+        b + batch * stride_bb + head * stride_bh + far * stride_bs + d[None, :], mask=inside,
+        other=0.0,
+    )  # fmt: skip
+    merged = a_tile.to(tl.float32) * (a_weight / total)[:, None]
+    merged += b_tile.to(tl.float32) * (b_weight / total)[:, None]
+    tl.store(
+        out + batch * stride_ob + head * stride_oh + far * stride_os + d[None, :],
+        merged.to(out.dtype.element_ty), mask=inside,
+    )  # fmt: skip
+    merged_log = tl.where(empty, float("-inf"), largest + tl.log(total))
+    tl.store(lse + line * rows + at, merged_log, mask=at < rows)
+
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+
+
+def merge(a: Partial, b: Partial, dtype: torch.dtype) -> Partial:
+    """:func:`msa_kernels.merge.merge` of two partials in one pass, the output in ``dtype``."""
+    batch, rows, heads, head_dim = a[0].shape
+    out = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=a[0].device)
+    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
+    grid = (triton.cdiv(rows, 64), batch * heads)
+    _merge_kernel[grid](
+        a[0], a[1].contiguous(), b[0], b[1].contiguous(), out, lse, rows, heads,
+        *a[0].stride()[:3], *b[0].stride()[:3], *out.stride()[:3], head_dim,
+        HEAD_DIM=triton.next_power_of_2(head_dim), BLOCK=64,
+    )  # fmt: skip
+    return out, lse
