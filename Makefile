@@ -11,8 +11,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/dev.lock
 JOB ?= manifests/samples/stdlib-4k.yaml
+BENCH ?= $(wildcard benchmarks/*/[a-z]*.py)
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_BENCH ?= $(wildcard benchmarks/*/[a-z]*.py)
+ARGS ?=
 
 # The interpreter that makes the environment is looked for outside of it.
 HOST_PATH := $(PATH)
@@ -32,6 +34,7 @@ help: ## Explain the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 	@printf '\nTo use the msa command in this shell: . %s/activate\n' '$(BIN)'
 	@printf 'Another job file: make demo JOB=my-job.yaml ARGS="--set training.maxSteps=20"\n'
+	@printf 'One benchmark:    make bench BENCH=benchmarks/kernels/memory_tiled.py\n'
 	@printf 'One test file:    .venv/bin/pytest tests/test_house.py\n'
 
 setup: $(VENV)/.installed ## Create or update the environment in .venv
@@ -54,9 +57,9 @@ format: $(VENV)/.installed ## Format the code and fix what can be fixed by itsel
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.installed ## Run every benchmark and record its result in benchmarks/results
-	@set -e; for script in benchmarks/bench_*.py; do \
-	    echo "$$script"; $(BIN)/python "$$script" $(ARGS); \
+bench: $(VENV)/.installed ## Run the benchmarks and record each result beside its script
+	@set -e; for script in $(BENCH); do \
+	    echo "$$script"; $(BIN)/python "$$script" --output "$${script%.py}.json" $(ARGS); \
 	done
 
 crd: $(VENV)/.installed ## Generate manifests/crds from the types in msa_operator.api
