@@ -49,7 +49,24 @@ def plan_job(
             Problem(f"spec.{r.field}", r.found, r.allowed, r.nearest) for r in error.refusals
         ]) from error  # fmt: skip
     _check_pod(job, found)
-    return found
+    return replace(found, notes=(*found.notes, *_checkpoint_notes(job, found)))
+
+
+def _checkpoint_notes(job: LongContextJob, plan: Plan) -> list[str]:
+    """Where checkpoints of a run over several machines would not be seen by all of them."""
+    uri = job.spec.checkpoint.uri
+    if plan.machines == 1 or (uri is not None and not uri.startswith("file://")):
+        return []
+    if uri is None:
+        return ["checkpoint.uri is not given: on Kubernetes the cluster's default is used"]
+    path = uri.removeprefix("file://")
+    mounts = [volume.mount_path.rstrip("/") for volume in job.spec.pod.volumes]
+    if any(path == mount or path.startswith(f"{mount}/") for mount in mounts):
+        return []
+    return [
+        f"checkpoint.uri {uri} lies on no volume of pod.volumes: Kubernetes will refuse it for "
+        f"{plan.machines} machines; use s3:// or a volume that all pods share"
+    ]
 
 
 def _check_pod(job: LongContextJob, plan: Plan) -> None:

@@ -48,7 +48,7 @@ def job(changes: dict[str, Any] | None = None) -> dict[str, Any]:
         if value is GONE:
             at.pop(last, None)
         else:
-            at[last] = value
+            at[last] = copy.deepcopy(value)
     return out
 
 

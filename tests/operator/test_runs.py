@@ -126,6 +126,23 @@ def test_memory_that_no_pod_can_get_is_refused_with_the_most():
     assert problem.path == "spec.pod.memory" and problem.nearest == "1938410Mi"
 
 
+def test_checkpoints_that_other_machines_would_not_see_are_noted():
+    def notes(changes: dict[str, Any]) -> str:
+        parsed = parse_job(job({**GPU, **changes}))
+        machines = machines_of(parsed, (), lambda: HOST)
+        return " ".join(plan_job(parsed, resolve(parsed.spec.model), machines, EVERYTHING).notes)
+
+    here = {"spec.checkpoint.uri": "file:///ckpt/run"}
+    volume = {"name": "ckpt", "mountPath": "/ckpt", "source": {"persistentVolumeClaim": {}}}
+    assert "lies on no volume" in notes(here)
+    assert "lies on no volume" not in notes({**here, "spec.pod.volumes": [volume]})
+    assert "lies on no volume" in notes(
+        {**here, "spec.pod.volumes": [{**volume, "mountPath": "/c"}]}
+    )
+    assert "is not given" in notes({})
+    assert "checkpoint.uri" not in notes({"spec.checkpoint.uri": "s3://ckpt/run"})
+
+
 def test_what_may_change_between_attempts():
     start = built()
     longer = built({"spec.training.maxSteps": 500, "spec.checkpoint.keep": 9}, output="/other")

@@ -286,11 +286,15 @@ def _alternatives(best: Plan, found: list[Plan]) -> list[Rejected]:
 def _why_none(request: Request, runtime: Runtime, reasons: list[Rejected]) -> tuple[Refusal, ...]:
     if not reasons:
         counts = ", ".join(f"{m.name} has {m.count}" for m in request.machines)
-        field = "parallelism" if request.fixed else "hardware.accelerators"
-        return (Refusal(
-            field, f"no number from {request.least} to {request.most} fits: {counts}",
-            "part of one machine, or whole machines, that the given degrees divide",
-        ),)  # fmt: skip
+        here = [m.count for m in request.machines if m.shared]
+        return (
+            Refusal(
+                "parallelism" if request.fixed else "hardware.accelerators",
+                f"no number from {request.least} to {request.most} fits: {counts}",
+                "part of one machine, or whole machines, that the given degrees divide",
+                f"{{min: 1, max: {here[0]}}}" if here and not request.fixed else "",
+            ),
+        )
     smallest = reasons[0]
     if request.workers is not None:
         fields, advice = "hardware.workers", "fewer workers, or a smaller sequence.length or model"
