@@ -230,6 +230,16 @@ def test_resume_goes_on_with_the_newest_run(here: Path, launched: list[tuple[Run
     assert resume and Path(spec.output).name == "small-11" and spec.training.max_steps == 200
 
 
+def test_resume_without_a_folder_goes_on_from_a_checkpoint_place_of_its_own(
+    here: Path, launched: list[tuple[RunSpec, bool]]
+):
+    path = write(here, {"spec.checkpoint.uri": f"file://{here}/kept"})
+    result = msa("run", path, "--resume")
+    assert result.exit_code == 0 and f"going on from file://{here}/kept" in result.stderr
+    spec, resume = launched[0]
+    assert resume and Path(spec.output).name == "small"
+
+
 def test_resume_refuses_another_job(here: Path, launched: list[tuple[RunSpec, bool]]):
     path = write(here)
     msa("run", path)

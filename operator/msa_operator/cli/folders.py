@@ -51,13 +51,25 @@ def fresh(base: Path, *, explicit: bool, reserve: bool) -> Folder:
         number += 1
 
 
-def resumed(base: Path, *, explicit: bool, spec_for: Callable[[Path], RunSpec]) -> Folder:
+def resumed(
+    base: Path,
+    *,
+    explicit: bool,
+    reserve: bool,
+    spec_for: Callable[[Path], RunSpec],
+    checkpoints: str | None,
+) -> Folder:
     """The newest run of this job under ``base``, ``base-2`` and so on, to go on with.
 
-    Raises :class:`JobError` when there is none, or when it trains something else.
+    Without one, a job whose ``checkpoints`` lie in a place of their own goes on from there in a
+    new folder: its old one may be gone with the machine that had it. Raises :class:`JobError`
+    when there is neither, or when the run trains something else.
     """
     runs = [base] if explicit else _numbered(base)
     runs = [path for path in runs if (path / SPEC).is_file()]
+    if not runs and checkpoints is not None:
+        folder = fresh(base, explicit=explicit, reserve=reserve)
+        return Folder(folder.path, f"no run in {base}; going on from {checkpoints}")
     if not runs:
         raise JobError([Problem(
             "", f"nothing to resume in {base}", "a folder with a run; leave --resume out to start",

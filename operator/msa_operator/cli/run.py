@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,6 @@ from msa_operator.api import JobError, LongContextJob, Problem
 from msa_operator.cli import folders
 from msa_operator.cli.options import (
     BAD_INPUT,
-    Loaded,
     bad_input,
     emit,
     job_argument,
@@ -73,34 +73,33 @@ def run(
     with bad_input(output):
         loaded = load(job, overrides)
         try:
-            prepared = _prepare(loaded, profiles)
-            spec_for = prepared[2]
-            base = output_dir or Path("runs", loaded.job.metadata.name)
-            explicit = output_dir is not None
-            if resume:
-                folder = folders.resumed(base, explicit=explicit, spec_for=spec_for)
-            else:
-                folder = folders.fresh(base, explicit=explicit, reserve=not dry_run)
+            ready = _prepare(loaded.job, profiles)
+            folder = _folder(loaded.job, ready, output_dir, resume=resume, reserve=not dry_run)
         except JobError as error:
             raise loaded.located(error) from None
-    model, plan, _ = prepared
-    spec = spec_for(folder.path)
+    spec = ready.spec_for(folder.path)
     if dry_run:
-        _print_dry_run(loaded.job, model, plan, spec, output)
+        _print_dry_run(loaded.job, ready, spec, output)
         return
     if folder.note:
         click.echo(folder.note, err=True)
     if folder.finished:
         return
     (folder.path / folders.SPEC).write_text(spec.to_json())
-    _launch(spec, resume, loaded.job, model, plan)
+    _launch(spec, resume, loaded.job, ready)
 
 
-def _prepare(
-    loaded: Loaded, profiles: tuple[str, ...]
-) -> tuple[Model, Plan, Callable[[Path], RunSpec]]:
-    """Model, plan and a RunSpec for any folder. Raises :class:`JobError`."""
-    job = loaded.job
+@dataclass(frozen=True)
+class Ready:
+    """A job that can start: what it trains, how it is split, and its RunSpec for any folder."""
+
+    model: Model
+    plan: Plan
+    spec_for: Callable[[Path], RunSpec]
+
+
+def _prepare(job: LongContextJob, profiles: tuple[str, ...]) -> Ready:
+    """Plan the job and look for its data. Raises :class:`JobError`."""
     cluster = bool(os.environ.get("RAY_ADDRESS"))
     model = resolve(job.spec.model)
     here = _here()
@@ -113,11 +112,32 @@ def _prepare(
     def spec_for(folder: Path) -> RunSpec:
         folder = folder.absolute()
         return run_spec(
-            job, plan, model, output=str(folder), checkpoint_uri=str(folder / "checkpoints"),
+            job,
+            plan,
+            model,
+            output=str(folder),
+            checkpoint_uri=str(folder / "checkpoints"),
             threads=threads,
-        )  # fmt: skip
+        )
 
-    return model, plan, spec_for
+    return Ready(model, plan, spec_for)
+
+
+def _folder(
+    job: LongContextJob, ready: Ready, output_dir: Path | None, *, resume: bool, reserve: bool
+) -> folders.Folder:
+    """Where this run goes. Raises :class:`JobError`."""
+    base = output_dir or Path("runs", job.metadata.name)
+    explicit = output_dir is not None
+    if not resume:
+        return folders.fresh(base, explicit=explicit, reserve=reserve)
+    return folders.resumed(
+        base,
+        explicit=explicit,
+        reserve=reserve,
+        spec_for=ready.spec_for,
+        checkpoints=job.spec.checkpoint.uri,
+    )
 
 
 def _here() -> Machine:
@@ -144,9 +164,7 @@ def _machines(
     return (here,)
 
 
-def _print_dry_run(
-    job: LongContextJob, model: Model, plan: Plan, spec: RunSpec, output: str
-) -> None:
+def _print_dry_run(job: LongContextJob, ready: Ready, spec: RunSpec, output: str) -> None:
     import json
 
     value: dict[str, Any] = json.loads(spec.to_json())
@@ -157,12 +175,12 @@ def _print_dry_run(
 
     from msa_operator.cli.show import print_plan
 
-    print_plan(Console(soft_wrap=True, highlight=False), job, model, plan)
+    print_plan(Console(soft_wrap=True, highlight=False), job, ready.model, ready.plan)
     click.echo("\nRunSpec")
     emit({name: part for name, part in value.items() if name != "plan"}, "yaml")
 
 
-def _launch(spec: RunSpec, resume: bool, job: LongContextJob, model: Model, plan: Plan) -> None:
+def _launch(spec: RunSpec, resume: bool, job: LongContextJob, ready: Ready) -> None:
     try:
         from msa_workloads import launch
     except ImportError as error:
@@ -176,7 +194,7 @@ def _launch(spec: RunSpec, resume: bool, job: LongContextJob, model: Model, plan
     from msa_operator.cli.show import print_plan
 
     console = Console(highlight=False)
-    print_plan(console, job, model, plan)
+    print_plan(console, job, ready.model, ready.plan)
     try:
         launch.run_on_ray(spec, resume=resume, console=console)
     except KeyboardInterrupt:
