@@ -2,8 +2,8 @@
 
 Two kinds exist. A tile kernel (:class:`msa_kernels.plan.TileKernel`) computes one part at a time
 under the engine, which merges parts and owns the gradient. A :class:`Direct` implementation is a
-differentiable PyTorch function of the whole call. ``auto`` takes the first of :data:`ORDER` that
-serves the request on its device; a named backend serves or raises :class:`BackendError`.
+differentiable PyTorch function of the whole call. ``auto`` takes the first of :func:`preference`
+that serves the request on its device; a named backend serves or raises :class:`BackendError`.
 """
 
 from __future__ import annotations
@@ -80,15 +80,35 @@ def _torch() -> Backend:
     return TorchTiles()
 
 
+def _fa4() -> Backend:
+    from msa_kernels.fa4 import FlashAttention4
+
+    return FlashAttention4()
+
+
 LOADERS: dict[str, Callable[[], Backend]] = {
+    "fa4": _fa4,
     "triton": _triton,
     "sdpa": _sdpa,
     "flex": _flex,
     "torch": _torch,
 }
-ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "sdpa", "flex", "torch")}
-"""What ``auto`` tries, by device type; elsewhere the tiled torch implementation alone, which on
-a CPU is as fast as SDPA on dense attention and exact on every pattern."""
+SHORT = 1024
+"""Rows below which cuDNN through SDPA is the fastest dense attention on an H200 (measured:
+benchmarks/kernels/h200.json)."""
+
+
+def preference(request: Request) -> tuple[str, ...]:
+    """What ``auto`` tries, the fastest first where measurements say so.
+
+    On a CPU the tiled torch implementation alone: as fast as SDPA on dense attention, and exact on
+    every pattern.
+    """
+    if request.device.type != "cuda":
+        return ("torch",)
+    if request.q_rows < SHORT:
+        return ("sdpa", "fa4", "triton", "flex", "torch")
+    return ("fa4", "triton", "sdpa", "flex", "torch")
 
 
 @dataclass(frozen=True)
@@ -121,7 +141,7 @@ _loaded: dict[str, Backend] = {}
 def preload() -> None:
     """Load what calls on this machine may use: ``torch.compile`` cannot trace an import."""
     for name in LOADERS:
-        if name != "triton" or torch.cuda.is_available():
+        if name not in ("fa4", "triton") or torch.cuda.is_available():
             with contextlib.suppress(ImportError):
                 load(name)
 
@@ -138,8 +158,7 @@ def resolve(request: Request, backend: str = "auto") -> Backend:
     """The implementation that runs ``request``; raises :class:`BackendError` with all reasons."""
     if backend != "auto" and backend not in LOADERS:
         raise BackendError(f"no backend {backend!r}; choose auto, {', '.join(LOADERS)}")
-    order = ORDER.get(request.device.type, ("torch",))
-    tried = order if backend == "auto" else (backend,)
+    tried = preference(request) if backend == "auto" else (backend,)
     reasons: dict[str, str] = {}
     for name in tried:
         reason = refusal(name, request)

@@ -73,15 +73,18 @@ def test_auto_on_a_cpu_is_the_tiled_implementation() -> None:
         assert backend.resolve(request(pattern=pattern)).name == "torch"
 
 
-def test_auto_on_a_gpu_prefers_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the project's own kernels: SDPA for what it serves, FlexAttention for the rest."""
-    monkeypatch.setitem(backend.ORDER, "cuda", ("sdpa", "flex", "torch"))
+def test_auto_on_a_gpu_takes_the_fastest_that_serves() -> None:
+    """Short dense attention goes to SDPA, the rest to the project's kernels; without optional
+    packages nothing else is needed."""
     gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "needs_grad": True}
+    long = {"q_rows": 4096, "k_rows": 4096}
     assert backend.resolve(request(**gpu)).name == "sdpa"
-    assert backend.resolve(request(**gpu, pattern=Window(4))).name == "flex"
-    assert backend.resolve(request(**gpu, return_lse=True)).name == "flex"
-    assert backend.resolve(request(**gpu, plain=False)).name == "flex"
-    assert backend.resolve(request(**gpu, q_rows=1 << 20, pattern=Window(4))).name == "torch"
+    assert backend.resolve(request(**gpu, pattern=Window(4))).name == "triton"
+    assert backend.resolve(request(**gpu, return_lse=True)).name == "triton"
+    assert backend.resolve(request(**gpu, plain=False)).name == "triton"
+    assert backend.resolve(request(**gpu | long)).name == "triton"
+    assert backend.resolve(request(**gpu | long, pattern=Strided(8))).name == "triton"
+    assert "flash-attn-4 is not installed" in str(backend.refusal("fa4", request(**gpu | long)))
 
 
 def test_what_ran_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,8 @@ class TritonKernel:
         if request.head_dim > MAX_HEAD_DIM:
             return f"head size {request.head_dim}, at most {MAX_HEAD_DIM}"
         try:
-            reasons = [unsupported(part) for part in request.pattern.parts()]
+            groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
+            reasons = [unsupported(part) for group in groups for part in group.parts()]
         except PatternError as error:
             return str(error)
         return next((reason for reason in reasons if reason), None)
