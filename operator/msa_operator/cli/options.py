@@ -98,7 +98,8 @@ def report(error: JobError) -> None:
     say = f"{count} problems in {name}" if count > 1 else f"a problem in {name}"
     click.echo(f"{click.style('error:', fg='red', bold=True)} {say}", err=True)
     for p in error.problems:
-        head = "  ".join(x for x in (p.where, click.style(p.path, bold=True)) if x)
+        path = click.style(p.path, bold=True) if p.path else ""
+        head = "  ".join(x for x in (p.where, path) if x)
         click.echo(f"\n  {head}" if head else "", err=True)
         for label, text in (("found", p.found), ("allowed", p.allowed), ("nearest", p.nearest)):
             if text:

@@ -43,8 +43,11 @@ class Runtime:
             gaps.append("BlockTopK (the other pattern types work)")
         return tuple(gaps)
 
-    def ladder(self) -> tuple[MemorySpec, ...]:
-        """Settings of the memory switches, each slower and smaller than the one before."""
+    def ladder(self, *, cpu: bool = False) -> tuple[MemorySpec, ...]:
+        """Settings of the memory switches, each slower and smaller than the one before.
+
+        On CPUs there is nowhere to offload to.
+        """
         rungs = [
             MemorySpec(),
             MemorySpec(loss_chunk=LOSS_CHUNK),
@@ -56,7 +59,7 @@ class Runtime:
             rungs.append(
                 MemorySpec(checkpointing="full", loss_chunk=LOSS_CHUNK, mlp_chunk=MLP_CHUNK)
             )
-        if self.offload:
+        if self.offload and not cpu:
             rungs.append(
                 MemorySpec(
                     checkpointing="full", loss_chunk=LOSS_CHUNK, mlp_chunk=MLP_CHUNK,

@@ -154,15 +154,16 @@ def _evaluate(
     width = 2 if request.precision == "bf16" else 4
     share = sequences // data
     # The last rung is the smallest for all but models of a layer or two: look there first.
-    least = _rank(request, mesh, runtime.ladder()[-1], 1, halo)
+    ladder = runtime.ladder(cpu=cpu)
+    least = _rank(request, mesh, ladder[-1], 1, halo)
     if least.total > usable:
-        every = (_rank(request, mesh, rung, 1, halo) for rung in runtime.ladder())
+        every = (_rank(request, mesh, rung, 1, halo) for rung in ladder)
         least = min(every, key=lambda rank: rank.total)
     if least.total > usable:
         unit = "worker" if cpu else "GPU"
         need, have = least.total / GIB, usable / GIB
         return need / have, Rejected(label, f"{need:.1f} GiB per {unit}, {have:.1f} usable")
-    for memory in runtime.ladder():
+    for memory in ladder:
         for micro in _micro_batches(request, mesh, share, cpu):
             rank = _rank(request, mesh, memory, micro, halo)
             if rank.total > usable or rank.host > host:
