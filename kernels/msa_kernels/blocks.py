@@ -180,6 +180,8 @@ class _Segments:
 
 def _segments(queries: Runs, block_q: int, block_k: int, keys: Runs) -> Iterator[_Segments]:
     """Query tiles cut at run ends, a batch of whole tiles at a time."""
+    if not len(queries.begin):
+        return
     first_tile = queries.begin // block_q
     last_tile = (queries.begin + queries.length - 1) // block_q
     run, within = _expand(last_tile - first_tile + 1)

@@ -62,7 +62,7 @@ class Pattern:
 
     def parts(self) -> tuple[Part, ...]:
         """Disjoint passes that together compute the pattern, dilated parts folded."""
-        return lower(self.rules())
+        return _parts(self)
 
     def pairs(self, n: int) -> int:
         """Exact number of attended (query, key) pairs of one head in ``n`` tokens."""
@@ -106,6 +106,11 @@ class Pattern:
 @lru_cache(maxsize=1024)
 def _pairs(pattern: Pattern, n: int) -> int:
     return union_pairs(pattern.rules(), n)
+
+
+@lru_cache(maxsize=1024)
+def _parts(pattern: Pattern) -> tuple[Part, ...]:
+    return lower(pattern.rules())
 
 
 def _plain(value: Any) -> Any:
@@ -241,6 +246,12 @@ class BlockList(Pattern):
                         f"key block {k} lies after query block {q}; "
                         "list blocks up to the query's own, or set causal: false",
                     )
+
+        object.__setattr__(self, "_hash", hash((self.block, self.rows, self.causal)))
+
+    def __hash__(self) -> int:
+        """Taken once: patterns are keys of caches, and a million tokens have many blocks."""
+        return self._hash  # type: ignore[attr-defined]
 
     def rules(self) -> tuple[Rule, ...]:
         return (Rule(lo=0 if self.causal else None, table=(self.block, self.rows)),)

@@ -46,7 +46,8 @@ def unsupported(part: Part) -> str | None:
     """Why the kernels cannot evaluate this part, or None."""
     if len(part.rules) + len(part.minus) > MAX_RULES:
         return f"{len(part.rules) + len(part.minus)} rules in one part, at most {MAX_RULES}"
-    if len({r.table for r in (*part.rules, *part.minus) if r.table is not None}) > 1:
+    tables = [r.table for r in (*part.rules, *part.minus) if r.table is not None]
+    if any(table != tables[0] for table in tables):
         return "two different block lists in one part"
     return None
 

@@ -1,0 +1,205 @@
+"""Measure attention forward and backward, ours beside other libraries in one run, on one GPU.
+
+    python benchmarks/kernels/measure.py --out benchmarks/kernels/h200.json
+    python benchmarks/kernels/measure.py --peers auto,triton --patterns causal --sequences 32768
+
+Medians over CUDA-event timings of a forward with autograd on, the backward that follows it, and
+both together; the L2 cache is flushed before each, and a spin on the GPU hides the host's launch
+time where a case is short. TFLOP/s count attended pairs only: 4 * D per pair and query head
+forward, 2.5 times that backward. Every result is checked at the timed shape on sampled query rows
+(output and dQ against fp32). Building lists, masks and plans, compiling and tuning are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from cases import NAMES, Case, cases
+from msa_kernels import backend
+from peers import PEERS, Attend, NoWay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--patterns", default=",".join(NAMES))
+    parser.add_argument("--sequences", default="512,1024,8192,32768,131072")
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    parser.add_argument("--seconds", type=float, default=float("inf"),
+                        help="stop taking new cases after this long")  # fmt: skip
+    args = parser.parse_args()
+    began = time.monotonic()
+    rows: list[dict] = []
+    todo = cases(tuple(args.patterns.split(",")), tuple(map(int, args.sequences.split(","))))
+    for case in todo:
+        for peer in args.peers.split(","):
+            if time.monotonic() - began > args.seconds:
+                print("out of time before", peer, case.name, case.sequence, flush=True)
+                continue
+            row = run(peer, case)
+            if row is not None:
+                rows.append(row)
+                print(line(row), flush=True)
+                args.out.write_text(json.dumps({**machine(), "rows": rows}, indent=1))
+
+
+def run(peer: str, case: Case) -> dict | None:
+    row: dict = {
+        "implementation": peer, "pattern": case.name, "sequence": case.sequence,
+        "batch": case.batch, "heads": f"{case.q_heads}/{case.kv_heads}",
+        "head_dim": case.head_dim,
+    }  # fmt: skip
+    torch.compiler.reset()
+    try:
+        attend = PEERS[peer](case)
+        backend.reset()
+        row |= measure(attend, case)
+        if peer in ("auto", "triton"):
+            row["ran"] = sorted({used.backend for used in backend.used()})
+    except (NoWay, ImportError):
+        return None
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:400]
+        traceback.print_exc(limit=-3)
+    torch.cuda.empty_cache()
+    return row
+
+
+def measure(attend: Attend, case: Case) -> dict:
+    q, k, v, dout = case.tensors()
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def forward() -> torch.Tensor:
+        return attend(*leaves)
+
+    def backward(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, dout)
+
+    out = forward()
+    dq = backward(out)[0]
+    errors = check(case, q, k, v, dout, out, dq)
+    del out, dq
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    grads = backward(forward())
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - base
+    del grads
+    forward_ms = median(lambda: None, lambda _: forward())
+    backward_ms = median(forward, backward)
+    total_ms = median(lambda: None, lambda _: backward(forward()))
+    flops = 4 * case.head_dim * case.pairs
+    return {
+        "forward_ms": round(forward_ms, 4), "backward_ms": round(backward_ms, 4),
+        "total_ms": round(total_ms, 4),
+        "forward_tflops": round(flops / forward_ms / 1e9, 1),
+        "backward_tflops": round(2.5 * flops / backward_ms / 1e9, 1),
+        "total_tflops": round(3.5 * flops / total_ms / 1e9, 1),
+        "peak_bytes": peak, **errors,
+    }  # fmt: skip
+
+
+def median(prepare: Callable, timed: Callable) -> float:
+    """Milliseconds of ``timed(prepare())``."""
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    times: list[float] = []
+    timed(prepare())
+    spent = 0.0
+    while len(times) < 4 or (spent < 400 and len(times) < 30):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        given = prepare()
+        flush.zero_()
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        result = timed(given)
+        stop.record()
+        torch.cuda.synchronize()
+        del result, given
+        times.append(start.elapsed_time(stop))
+        spent += times[-1]
+    return statistics.median(times)
+
+
+def check(case: Case, q, k, v, dout, out, dq, count: int = 12) -> dict:
+    """Norm-wise errors of sampled rows of the last batch row against fp32."""
+    rows = torch.linspace(0, case.sequence - 1, count).round().int().tolist()
+    ratio = case.q_heads // case.kv_heads
+    j = torch.arange(case.sequence, device="cuda")
+    wrong = [0.0, 0.0]
+    size = [0.0, 0.0]
+    for group in range(0, case.kv_heads, 3):
+        pattern = case.pattern.for_group(group)
+        keys, values = (t[-1, :, group].detach().float() for t in (k, v))
+        for i in rows:
+            bits = pattern.row(i, case.sequence)
+            raw = bits.to_bytes(-(-case.sequence // 8), "little")
+            seen = torch.frombuffer(bytearray(raw), dtype=torch.uint8).cuda()
+            seen = (seen[j // 8] >> (j % 8)) & 1 == 1
+            heads = slice(group * ratio, (group + 1) * ratio)
+            query, cotangent = q[-1, i, heads].detach().float(), dout[-1, i, heads].float()
+            scores = (query @ keys.T * case.head_dim**-0.5).masked_fill(~seen, -float("inf"))
+            weights = scores.softmax(-1)
+            right = weights @ values
+            slope = weights * (cotangent @ values.T - (cotangent * right).sum(-1, keepdim=True))
+            right_dq = slope @ keys * case.head_dim**-0.5
+            for n, (found, truth) in enumerate(
+                ((out[-1, i, heads], right), (dq[-1, i, heads], right_dq))
+            ):
+                wrong[n] += float((found.float() - truth).square().sum())
+                size[n] += float(truth.square().sum())
+    error = [(w / s) ** 0.5 for w, s in zip(wrong, size, strict=True)]
+    if not max(error) < 8e-3:
+        raise AssertionError(f"relative error of output and dQ: {error}")
+    return {"out_error": round(error[0], 5), "dq_error": round(error[1], 5)}
+
+
+def machine() -> dict:
+    packages = ("torch", "triton", "flash-attn-4", "nvidia-cudnn-frontend")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "card": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(),
+        "versions": versions, "matmul_tflops": _ceiling(),
+    }  # fmt: skip
+
+
+_measured: list[float] = []
+
+
+def _ceiling() -> float:
+    """bf16 matrix product of 8192 cubed, random data."""
+    if not _measured:
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        ms = median(lambda: None, lambda _: a @ b)
+        _measured.append(round(2 * 8192**3 / ms / 1e9, 1))
+    return _measured[0]
+
+
+def line(row: dict) -> str:
+    where = (
+        f"{row['pattern']:14s} {row['batch']:2d}x{row['sequence']:<6d} {row['implementation']:12s}"
+    )
+    if "error" in row:
+        return f"{where} ERROR {row['error'][:160]}"
+    return (
+        f"{where} fwd {row['forward_ms']:8.2f} {row['forward_tflops']:5.0f} | bwd "
+        f"{row['backward_ms']:8.2f} {row['backward_tflops']:5.0f} | both {row['total_ms']:8.2f} "
+        f"{row['total_tflops']:5.0f} | {row['peak_bytes'] / 2**30:5.2f} GiB {row.get('ran', '')}"
+    )
+
+
+if __name__ == "__main__":
+    main()
