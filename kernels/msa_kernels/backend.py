@@ -189,7 +189,8 @@ def record(
 def used() -> list[Used]:
     """What has run in this process since :func:`reset`, the most frequent first.
 
-    Under ``torch.compile`` a direct implementation is counted when it is traced.
+    Under ``torch.compile`` tile kernels are counted at each call and direct implementations,
+    which become part of the compiled graph, are not.
     """
     with _lock:
         return [

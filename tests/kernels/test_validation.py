@@ -61,7 +61,7 @@ def packed(**changes: Any) -> dict[str, Any]:
         ({"pattern": Union((Window(2), BlockList(3, ((0,),))))}, "needs 3 rows"),
         ({"pattern": BlockTopK(4, 2)}, "nearest: BlockList"),
         ({"pattern": PerHead((Dense(), BlockTopK(4, 2)))}, "nearest: BlockList"),
-        ({"backend": "cutlass"}, "choose auto, triton"),
+        ({"backend": "cutlass"}, "choose auto, .*triton, .*torch"),
         ({"backend": "triton"}, "triton: .*Nearest: backend='sdpa'"),
         ({"backend": "sdpa", "pattern": Window(4)}, "serves Dense only.*Nearest"),
         ({"backend": "flex", "needs_grad": True}, "no gradient on a CPU"),
