@@ -1,0 +1,110 @@
+"""Every shipped kernel configuration compiles ahead of time, without a GPU, and fits its card."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is installed on Linux only")
+
+from msa_kernels.triton import (  # noqa: E402
+    backward,
+    forward,
+    hopper_backward,
+    hopper_forward,
+    launch,
+)
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+SHARED_MEMORY = {80: 166_912, 90: 232_448}
+"""Bytes a block may use on A100 and H100."""
+LISTS = {
+    "pointers", "middles", "index", "order", "q_pos", "q_doc", "k_pos", "k_doc", "rule_values",
+}  # fmt: skip
+TENSORS = {"q", "k", "v", "do", "out", "dq", "dk", "dv"}
+# A window with sinks: two rules, (lo, hi) and (lo, sinks).
+PREDICATE = {"FLAGS": 3 | (9 << 8), "RULES": 2, "MINUS": 0, "LOOKUP": 0, "GROUP": 4}
+
+
+def compile_kernel(
+    kernel: Any, target: int, constants: dict[str, Any], options: dict[str, int],
+    descriptors: dict[str, str] | None = None,
+) -> Any:  # fmt: skip
+    names = kernel.arg_names
+    signature: dict[str, str] = {}
+    for name in names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif descriptors and name in descriptors:
+            signature[name] = descriptors[name]
+        elif name in TENSORS:
+            signature[name] = "*bf16"
+        elif name in ("lse", "delta"):
+            signature[name] = "*fp32"
+        elif name in LISTS:
+            signature[name] = "*i32"
+        elif name == "table":
+            signature[name] = "*u8"
+        elif name in ("scale", "qk_scale"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i64" if name.startswith("stride") else "i32"
+    make = GluonASTSource if descriptors else ASTSource
+    source = make(
+        fn=kernel, signature=signature,
+        constexprs={(names.index(n),): v for n, v in constants.items()}, attrs={},
+    )  # fmt: skip
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [80, 90])
+@pytest.mark.parametrize(("kind", "width"), list(launch._PLAIN))
+def test_plain_kernels_fit(target: int, kind: str, width: int) -> None:
+    kernel = {
+        "forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkv": backward.dkv_kernel
+    }[kind]  # fmt: skip
+    block_q, block_k, warps, stages = launch._PLAIN[kind, width]
+    constants = {
+        **PREDICATE, "HEAD_DIM": width, "BLOCK_M": block_q, "BLOCK_N": block_k, "SIMPLE": False,
+        "PRECISION": "tf32",
+    }  # fmt: skip
+    made = compile_kernel(kernel, target, constants, {"num_warps": warps, "num_stages": stages})
+    assert made.metadata.shared <= SHARED_MEMORY[target]
+    assert re.search(r"wgmma|mma\.sync", made.asm["ptx"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
+def test_hopper_kernels_fit_and_keep_the_tensor_cores_busy(kind: str, width: int) -> None:
+    module = hopper_forward if kind == "forward" else hopper_backward
+    block, stages = launch.HOPPER[kind]
+    tile, line = (repr(layout) for layout in launch._layouts())
+
+    def rows(count: int) -> str:
+        return f"tensordesc<bf16[1, {count}, 1, {width}],{tile}>"
+
+    resident = 64
+    streamed_keys = kind != "dkv"
+    descriptors = {
+        "q_desc": rows(resident if streamed_keys else block),
+        "do_desc": rows(resident if streamed_keys else block),
+        "k_desc": rows(block if streamed_keys else resident),
+        "v_desc": rows(block if streamed_keys else resident),
+        "lse_desc": f"tensordesc<fp32[1, 1, {block}],{line}>",
+        "delta_desc": f"tensordesc<fp32[1, 1, {block}],{line}>",
+    }
+    constants = {**PREDICATE, "HEAD_DIM": width, "STAGES": stages, "SIMPLE": True}
+    constants["BLOCK_M" if kind == "dkv" else "BLOCK_N"] = block
+    kernel = getattr(module, f"{kind}_kernel")
+    made = compile_kernel(kernel, 90, constants, {"num_warps": 4}, descriptors)
+    assert made.metadata.shared <= SHARED_MEMORY[90]
+    ptx = made.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert "setmaxnreg" in ptx or "setmaxnreg" in made.asm.get("llir", "")

@@ -1,0 +1,110 @@
+"""The plain Triton kernels run element by element on the CPU, against the fp64 oracle.
+
+``TRITON_INTERPRET`` must be set before Triton is imported, so that these cases run in a process of
+their own: this file is both the test and, as a script, that process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kernels_match_the_oracle(seed: int) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), str(seed)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("cases: 24"), done.stdout
+
+
+def _leaf(rng: random.Random):
+    from msa_kernels.pattern import Block, BlockList, Columns, Dense, Dilated, SinkWindow, Window
+
+    length = rng.randint(1, 30)
+    size = rng.choice([7, 16, 32])
+    rows = tuple(
+        tuple(sorted(rng.sample(range(q + 1), rng.randint(0, min(q + 1, 3))))) for q in range(13)
+    )
+    return rng.choice(
+        [
+            Dense(),
+            Dense(causal=False),
+            Window(rng.randint(1, 40)),
+            Window(rng.randint(1, 40), causal=False),
+            Dilated(rng.randint(1, 5)),
+            Dilated(rng.randint(1, 5), rng.randint(1, 9)),
+            Block(rng.randint(1, 50)),
+            Columns(length, rng.randint(1, length)),
+            SinkWindow(rng.randint(1, 30), rng.randint(0, 30)),
+            BlockList(size, rows),
+        ]
+    )
+
+
+def _run(seed: int, count: int) -> int:
+    import torch
+    from msa_kernels import engine
+    from msa_kernels.blocks import Runs
+    from msa_kernels.fused import row_delta
+    from msa_kernels.pattern import BlockList, Union
+    from msa_kernels.plan import packed, whole
+    from msa_kernels.reference import reference
+    from msa_kernels.triton.launch import TritonKernel
+
+    kernel = TritonKernel()
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(count):
+        pattern = _leaf(rng)
+        if rng.random() < 0.5:
+            other = _leaf(rng)
+            if not (isinstance(pattern, BlockList) and isinstance(other, BlockList)):
+                pattern = Union((pattern, other))
+        rows, group, heads = rng.randint(1, 90), rng.choice([1, 2, 3]), rng.choice([1, 2])
+        dim = rng.choice([16, 20, 32])
+        dtype = rng.choice([torch.float32, torch.float16])
+        keys = rows
+        where = {}
+        choice = rng.random()
+        if choice < 0.4:
+            ids = torch.tensor([sorted(rng.choices(range(4), k=rows))])
+            where["documents"] = ids
+            runs: tuple[Runs, Runs] = (packed(ids.numpy()),) * 2
+        else:
+            keys = rows if choice < 0.7 else rng.randint(1, 90)
+            runs = whole(rows, keys)
+        q, dout = (torch.randn(1, rows, heads * group, dim).to(dtype) for _ in range(2))
+        k, v = (torch.randn(1, keys, heads, dim).to(dtype) for _ in range(2))
+        scale = dim**-0.5
+        out, lse = engine.forward(kernel, q, k, v, pattern, *runs, scale)
+        dlse = torch.randn_like(lse)
+        delta = row_delta(dout, out, dlse)
+        grads = engine.backward(kernel, q, k, v, out, dout, lse, delta, pattern, *runs, scale)
+        right = reference(q, k, v, pattern, dout=dout, dlse=dlse, **where)
+        assert right.grads is not None
+        some = torch.isfinite(right.lse)
+        assert torch.equal(torch.isfinite(lse), some), pattern
+        tolerance = 2e-5 if dtype == torch.float32 else 6e-3
+        pairs = {"out": (out, right.out), "lse": (lse[some], right.lse[some])}
+        pairs |= dict(zip(("dq", "dk", "dv"), zip(grads, right.grads, strict=True), strict=True))
+        for name, (found, truth) in pairs.items():
+            size = max(1e-3, truth.abs().max().item() if truth.numel() else 0.0)
+            error = (found.double() - truth).abs().max().item() / size if truth.numel() else 0.0
+            assert error < tolerance, (name, error, pattern, rows, keys, group, dim, dtype)
+    return count
+
+
+if __name__ == "__main__":
+    print("cases:", _run(int(sys.argv[1]), 24))
