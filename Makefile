@@ -14,9 +14,7 @@ JOB ?= manifests/samples/stdlib-4k.yaml
 # Those that run on any machine take --output; those that need a certain GPU say so at their top.
 BENCH ?= $(shell grep -l '"--output"' benchmarks/*/*.py)
 ARGS ?=
-PYTEST_# Those that run on any machine take --output; those that need a certain GPU say so at their top.
-BENCH ?= $(shell grep -l '"--output"' benchmarks/*/*.py)
-ARGS ?=
+PYTEST_ARGS ?=
 
 # The interpreter that makes the environment is looked for outside of it.
 HOST_PATH := $(PATH)
