@@ -111,14 +111,13 @@ class Rule:
 
     @property
     def period(self) -> int:
-        """Rows ``i`` and ``i + period`` look alike once ``settled`` rows have passed."""
+        """Rows ``i`` and ``i + period`` look alike far from the start."""
         return math.lcm(self.step, self.block or 1, self.columns[0] if self.columns else 1)
 
     @property
-    def settled(self) -> int:
-        """Rows after which the start of the sequence no longer cuts or adds anything."""
-        near = max(0, self.hi or 0, self.lo or 0) + (self.block or 0)
-        return near + (self.sinks or 0)
+    def reach(self) -> int:
+        """Distance beyond which only conditions that repeat with ``period`` and sinks matter."""
+        return max(0, self.hi or 0, self.lo or 0) + (self.block or 0)
 
     def folded(self, fold: int) -> Rule | None:
         """This rule between members of one residue class modulo ``fold``, in class coordinates.
@@ -237,15 +236,20 @@ def union_row(rules: Iterable[Rule], i: int, n: int) -> int:
 def union_pairs(rules: tuple[Rule, ...], n: int) -> int:
     """Exact number of pairs that any of ``rules`` allows among ``n`` positions.
 
-    Counts row by row only until the pattern has settled and two periods have passed; from there
+    In closed form where the parts are disjoint bands, sinks or one block list. Otherwise counts
+    row by row, but only until the pattern has settled and two periods have passed; from there
     each residue class of rows grows by a constant per period, which sums in closed form.
     """
-    if len(rules) == 1 and rules[0] == Rule(rules[0].lo, rules[0].hi, rules[0].step):
-        return _band_pairs(rules[0], n)
+    closed = _closed_pairs(rules, n)
+    if closed is not None:
+        return closed
     if any(r.lo is None or r.lo < 0 or r.table is not None for r in rules):
         return sum(union_row(rules, i, n).bit_count() for i in range(n))
     period = math.lcm(*(r.period for r in rules))
-    settled = max((r.settled for r in rules), default=0)
+    # From here on no row's near part touches the sinks of any rule.
+    settled = max((r.reach for r in rules), default=0) + max(
+        (r.sinks or 0 for r in rules), default=0
+    )
     settled = -(-settled // period) * period
     explicit = min(n, settled)
     total = sum(union_row(rules, i, n).bit_count() for i in range(explicit))
@@ -257,8 +261,54 @@ def union_pairs(rules: tuple[Rule, ...], n: int) -> int:
     return total
 
 
+def _closed_pairs(rules: tuple[Rule, ...], n: int) -> int | None:
+    if len(rules) == 1 and rules[0].table is not None:
+        return _table_pairs(rules[0], n)
+    total = 0
+    for part in lower(rules):
+        bands = [Rule(r.lo, r.hi, r.step, r.sinks) for r in part.rules]
+        apart = all(
+            _precedes(a, b) or _precedes(b, a) for a, b in itertools.combinations(bands, 2)
+        )
+        if part.minus or not apart or bands != list(part.rules):
+            return None
+        if any(r.sinks is not None and (r.step > 1 or r.lo is None or r.lo < 0) for r in bands):
+            return None
+        rows, longer = divmod(n, part.fold)
+        for rule in bands:
+            total += longer * _band_pairs(rule, rows + 1) + (part.fold - longer) * _band_pairs(
+                rule, rows
+            )
+    return total
+
+
+def _table_pairs(rule: Rule, n: int) -> int | None:
+    """Whole blocks, and triangles on the diagonal when causal."""
+    assert rule.table is not None
+    size, rows = rule.table
+    if rule not in (Rule(table=rule.table), Rule(lo=None, table=rule.table)):
+        return None
+    total = 0
+    for q, keys in enumerate(rows):
+        height = min(size, n - q * size)
+        if height <= 0:
+            break
+        for k in keys:
+            if rule.lo is None or k < q:
+                total += height * max(0, min(size, n - k * size))
+            elif k == q:
+                total += height * (height + 1) // 2
+    return total
+
+
 def _band_pairs(rule: Rule, n: int) -> int:
-    """Pairs at distance d number n - |d|: an arithmetic series on either side of zero."""
+    """Pairs at distance d number n - |d|: an arithmetic series on either side of zero.
+
+    With sinks, pairs of the key range ``[0, sinks)``: all of them but those among later keys.
+    """
+    if rule.sinks is not None and rule.sinks < n:
+        band = replace(rule, sinks=None)
+        return _band_pairs(band, n) - _band_pairs(band, n - rule.sinks)
     low = 1 - n if rule.lo is None else max(rule.lo, 1 - n)
     high = n if rule.hi is None else min(rule.hi, n)
 
@@ -302,6 +352,11 @@ def _column_bits(length: int, count: int, n: int) -> int:
     return functools.reduce(
         lambda bits, c: bits | progression(c, n, length), range(length - count, length), 0
     )
+
+
+def _precedes(a: Rule, b: Rule) -> bool:
+    """Every distance that ``a`` allows is shorter than any that ``b`` does."""
+    return a.hi is not None and _at_least(b.lo, a.hi)
 
 
 def _at_least(value: int | None, bound: int | None) -> bool:
