@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def make_spec(tmp_path: Path, text_folder: Path) -> Callable[..., RunSpec]:
         )
         for name, fields in parts.items():
             part = getattr(spec, name)
-            value = replace(part, **fields) if isinstance(fields, dict) else fields
+            value = replace(part, **fields) if is_dataclass(part) else fields
             spec = replace(spec, **{name: value})
         return spec
 

@@ -45,7 +45,7 @@ def test_the_report_is_one_safe_file(make_spec: Callable[..., RunSpec]) -> None:
     plan = {
         "summary": "1 rank <b>",
         "degrees": {"data_shard": 1},
-        "rejected": [{"plan": "tp2", "why": "94.1 GiB per GPU, 88 usable"}],
+        "rejected": [{"plan": "tp2", "reason": "94.1 GiB per GPU, 88 usable"}],
     }
     spec = make_spec(plan=plan)
     summary = write_report(spec, outcome(3), wall_seconds=9.0, restarts=1)

@@ -25,12 +25,25 @@ OBJECT_STORE_BYTES = 128 << 20
 
 LOOPBACK = "127.0.0.1"
 
+START_ATTEMPTS = 4
+"""Times a local Ray is started at most: Ray itself waits 30 s, too short on a busy machine."""
+
+WORKER_START_SECONDS = 300
+"""How long workers may take to start; importing torch takes a minute on a busy machine."""
+
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Cluster:
-    """``local`` is True for a Ray that was started for this run."""
+    """``folder`` is the temporary one of a Ray that was started for this run, or None."""
 
-    local: bool
+    folder: Path | None
+
+    @property
+    def local(self) -> bool:
+        """Whether this Ray was started for this run, on this machine."""
+        return self.folder is not None
 
 
 @contextlib.contextmanager
@@ -41,10 +54,24 @@ def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
         if not os.environ.get("RAY_ADDRESS"):
             folder = Path(stack.enter_context(_temporary_folder()))
             stack.enter_context(_environment(_local_environment(spec, folder)))
-        # Imported here: Ray reads its authentication mode from the environment on import.
+        # Imported only now: Ray reads its authentication mode from the environment on import.
         import ray
 
         if folder:
+            _start_local(spec, folder)
+        else:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        stack.callback(ray.shutdown)
+        if folder:
+            _check_loopback(ray.nodes())
+        yield Cluster(folder)
+
+
+def _start_local(spec: RunSpec, folder: Path) -> None:
+    import ray
+
+    for left in reversed(range(START_ATTEMPTS)):
+        try:
             ray.init(
                 address="local",
                 num_cpus=spec.mesh.world_size,
@@ -56,12 +83,12 @@ def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
             )
-        else:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        stack.callback(ray.shutdown)
-        if folder:
-            _check_loopback(ray.nodes())
-        yield Cluster(local=folder is not None)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not left or "timed out during startup" not in str(error):
+                raise
+            log.warning("Ray did not start within its 30 s; trying again, %d times left", left)
 
 
 def _check_loopback(nodes: list[dict[str, Any]]) -> None:
@@ -90,6 +117,7 @@ def _local_environment(spec: RunSpec, folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_METRICS_ENABLED": "0",
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(WORKER_START_SECONDS),
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         # Named for other systems, but it is what makes every Ray process bind to loopback only;

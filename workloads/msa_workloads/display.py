@@ -115,10 +115,10 @@ def _attention(used: dict[str, Any]) -> str:
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line that terminal and report share."""
     losses, speed = summary["loss"], summary["speed"]
-    lines = [
-        ("steps", f"{summary['steps']} ({summary['samples']} sequences)"),
-        ("loss", f"{losses['first']:.4f} at first, {losses['last']:.4f} at last (nats per token)"),
-    ]
+    lines = [("steps", f"{summary['steps']} ({summary['samples']} sequences)")]
+    if summary["losses"]:
+        text = f"{losses['first']:.4f} at first, {losses['last']:.4f} at last (nats per token)"
+        lines.append(("loss", text))
     held, order1 = summary["held_out"], summary["order1"]
     if held:
         text = f"{held['bits_per_byte']:.4f} bits per byte on {held['predicted']:,} {held['unit']}"

@@ -27,12 +27,7 @@ from msa_workloads.checkpoint import CheckpointError, newest_complete
 from msa_workloads.cluster import Cluster, ray_cluster, worker_environment
 from msa_workloads.display import Display, print_summary
 from msa_workloads.logs import log_path, log_to_file, short_traceback
-from msa_workloads.parallel.mesh import (
-    COLLECTIVE_TIMEOUT,
-    UnsupportedError,
-    check_supported,
-    process_group_backend,
-)
+from msa_workloads.parallel.mesh import UnsupportedError, check_supported
 from msa_workloads.progress import MetricsFile, Silent, Tee
 from msa_workloads.report import write_report
 from msa_workloads.runspec import RunSpec
@@ -43,7 +38,7 @@ from msa_workloads.train import DivergedError, run
 POLL_SECONDS = 0.3
 """How often the driver asks for news: smooth to watch, nothing in cost."""
 
-FINAL = (UnsupportedError, DataError, CheckpointError, BackendError, DivergedError)
+FINAL = (UnsupportedError, DataError, CheckpointError, DivergedError)
 """Errors that another attempt would only repeat; they end the run at once, without retries."""
 
 
@@ -163,16 +158,16 @@ class _Training(threading.Thread):
 
 def _trainer(spec: RunSpec, cluster: Cluster, board: Any) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
+
+    # Imported with Ray, after the cluster has set Ray's environment.
+    from msa_workloads.rendezvous import torch_config
 
     owns = spec.recovery.owner == "ray"
     return TorchTrainer(
         _worker,
         train_loop_config={"spec": spec.to_json(), "board": board, "local": cluster.local},
-        torch_config=TorchConfig(
-            backend=process_group_backend(spec.device),
-            timeout_s=int(COLLECTIVE_TIMEOUT.total_seconds()),
-        ),
+        torch_config=torch_config(spec.device, cluster.folder),
         scaling_config=ScalingConfig(
             num_workers=spec.mesh.world_size,
             use_gpu=spec.device == "gpu",
@@ -199,11 +194,12 @@ def _worker(config: dict[str, Any]) -> None:
 
     spec, board = RunSpec.from_json(config["spec"]), config["board"]
     rank = get_context().get_world_rank()
-    if config["local"]:
-        path = log_to_file(Path(spec.output), rank)
-        _redirect_output(path)
     try:
+        if config["local"]:
+            _redirect_output(log_to_file(Path(spec.output), rank))
         outcome = run(spec, BoardSink(board) if rank == 0 else Silent())
+    except BackendError as error:
+        ray.get(board.post.remote("final", UnsupportedError(f"attention: {error}")))
     except FINAL as error:
         ray.get(board.post.remote("final", error))
     except Exception as error:
@@ -302,4 +298,5 @@ def _reason(
     if dead:
         rank, cause = next(iter(dead.items()))
         return f"rank {rank} ended without a Python error: {_headline(cause)}\n{where}"
-    return f"{_headline(error) if error else 'the workers returned no outcome'}\n{where}"
+    cause = getattr(error, "controller_failure", error)
+    return f"{_headline(cause) if cause else 'the workers returned no outcome'}\n{where}"

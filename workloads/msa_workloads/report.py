@@ -110,7 +110,7 @@ def render(spec: RunSpec, summary: dict[str, Any], history: list[dict[str, Any]]
         loss=_loss_picture(summary, history),
         patterns=_pattern_pictures(spec),
         plan=[(key, _plain(value)) for key, value in chosen.items()],
-        rejected=[_plain(item) for item in rejected],
+        rejected=[(item["plan"], item["reason"]) for item in rejected],
         versions=summary["versions"],
         spec=spec.to_json(),
     )
@@ -207,8 +207,8 @@ td, code { overflow-wrap: anywhere; }
 <h2>Plan</h2>
 {% if plan %}<table>{% for key, value in plan %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>
 {% endfor %}</table>{% else %}<p class="note">This run was started without a plan.</p>{% endif %}
-{% if rejected %}<h2>Rejected alternatives</h2><ul>{% for item in rejected %}<li>{{ item }}</li>
-{% endfor %}</ul>{% endif %}
+{% if rejected %}<h2>Rejected alternatives</h2><table>{% for plan, reason in rejected %}
+<tr><td>{{ plan }}</td><td>{{ reason }}</td></tr>{% endfor %}</table>{% endif %}
 <h2>Versions</h2>
 <table>{% for key, value in versions.items() %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>
 {% endfor %}</table>

@@ -1,0 +1,330 @@
+"""Runs on a real Ray: recovery, interruption, failure, and a job on a cluster with a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msa_workloads.progress import read_rows
+from msa_workloads.runspec import RunSpec
+
+pytestmark = pytest.mark.slow
+
+DRIVER = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from msa_workloads.launch import RunFailed, run_on_ray
+from msa_workloads.runspec import RunSpec
+
+if __name__ == "__main__":
+    spec = RunSpec.from_json(Path(sys.argv[1]).read_text())
+    try:
+        run_on_ray(spec, resume="--resume" in sys.argv, console=Console(width=160))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RunFailed as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+"""
+
+Poll = Callable[[Callable[[], Any], str], Any]
+
+
+class Driver:
+    """A driver process of its own, with a temporary folder that shows what it leaves behind."""
+
+    def __init__(self, folder: Path, spec: RunSpec, *flags: str, **environment: str) -> None:
+        self.spec = spec
+        self.scratch = folder / "tmp"
+        self.scratch.mkdir(exist_ok=True)
+        script, file = folder / "driver.py", folder / f"{Path(spec.output).name}.json"
+        script.write_text(DRIVER)
+        file.write_text(spec.to_json())
+        self._log = folder / f"{Path(spec.output).name}.log"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        with self._log.open("ab") as log:
+            self.process = psutil.Popen(
+                [sys.executable, str(script), str(file), *flags],
+                stdout=log,
+                stderr=log,
+                env={
+                    **kept, "HOME": str(folder), "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self.scratch), **environment,
+                },
+            )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text()
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = Path(self.spec.output) / "metrics.jsonl"
+        return read_rows(path.read_text()) if path.exists() else []
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((Path(self.spec.output) / "summary.json").read_text())
+
+    def workers(self) -> list[psutil.Process]:
+        """Training workers, by what Ray calls their processes."""
+        found = []
+        for child in self.process.children(recursive=True):
+            try:
+                if "RayTrainWorker" in " ".join(child.cmdline()):
+                    found.append(child)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def reaches(self, rows: int, poll: Poll) -> None:
+        """Wait until that many steps are on record."""
+
+        def there() -> bool:
+            assert self.process.poll() is None, self.text
+            return len(self.rows()) >= rows
+
+        poll(there, f"{rows} steps")
+
+    def ends(self, poll: Poll) -> int:
+        poll(lambda: self.process.poll() is not None, f"end of the driver:\n{self.text}")
+        return self.process.returncode
+
+
+@pytest.fixture
+def drive(tmp_path_factory: pytest.TempPathFactory, poll: Poll) -> Iterator[Callable[..., Driver]]:
+    """Start drivers, and end whatever of them still runs when the test does."""
+    # Ray's sockets have paths of at most 107 bytes, so pytest's own folders are too deep.
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="msa-") as short:
+        started: list[Driver] = []
+
+        def start(spec: RunSpec, *flags: str, **environment: str) -> Driver:
+            started.append(Driver(Path(short), spec, *flags, **environment))
+            return started[-1]
+
+        yield start
+        for driver in started:
+            if driver.process.is_running():
+                driver.process.send_signal(signal.SIGTERM)
+                poll(lambda d=driver: d.process.poll() is not None, "driver ends on SIGTERM")
+
+
+@pytest.fixture
+def ray_spec(make_spec: Callable[..., RunSpec]) -> Callable[..., RunSpec]:
+    """Two workers, each with half of the samples of a step of :func:`make_spec`'s run."""
+
+    def make(output: str = "out", **parts: Any) -> RunSpec:
+        parts = {
+            "mesh": {"data_shard": 2},
+            "sequence": {"micro_batch": 1},
+            "recovery": {"owner": "ray", "max_restarts": 3},
+            **parts,
+        }
+        return make_spec(output, **parts)
+
+    return make
+
+
+LONG = {"max_steps": 400, "warmup_steps": 2, "precision": "fp32", "evaluate_sequences": 2}
+
+
+def digests(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["digest"] for row in rows]
+
+
+def test_a_killed_worker_and_a_killed_driver_change_nothing(
+    drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll
+) -> None:
+    """One run loses a worker, then everything, and is resumed; another runs in peace."""
+    spec = ray_spec("hurt", training=LONG, checkpoint={"every_steps": 10})
+    driver = drive(spec)
+    driver.reaches(25, poll)
+    victim = driver.workers()[1]
+    before = len(driver.rows())
+    victim.kill()
+    poll(lambda: "resumed from the checkpoint of step" in driver.text, "Ray's restart")
+    driver.reaches(before + 25, poll)
+    family = driver.process.children(recursive=True)
+    driver.process.kill()
+    poll(lambda: not any(p.is_running() for p in family), "Ray ends when its driver is killed")
+    killed_at = len(driver.rows())
+    assert killed_at < 400
+
+    refused = drive(spec)
+    assert refused.ends(poll) == 1
+    assert "already holds a checkpoint of step" in refused.text
+    again = drive(spec, "--resume")
+    assert again.ends(poll) == 0, again.text
+    peace = drive(ray_spec("peace", training=LONG, checkpoint={"every_steps": 200}))
+    assert peace.ends(poll) == 0, peace.text
+
+    rows, expected = again.rows(), peace.rows()
+    assert [row["step"] for row in rows] == list(range(1, 401))
+    assert digests(rows) == digests(expected)
+    assert [row["samples"] for row in rows] == [[2 * n, 2 * n + 2] for n in range(400)]
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-6)
+    hurt, whole = again.summary(), peace.summary()
+    assert hurt["held_out"]["bits_per_byte"] == pytest.approx(whole["held_out"]["bits_per_byte"])
+    assert whole["restarts"] == 0
+    assert whole["ranks"] == 2
+    assert (Path(spec.output) / "logs" / "rank-1.log").exists()
+    assert not (peace.scratch.parent / ".ray").exists(), "no token in the home folder"
+    # The killed driver could not clean up; the others left nothing.
+    assert len(list(peace.scratch.glob("msa-ray-*"))) <= 1
+
+
+def test_a_restart_by_ray_is_counted_and_bounded(
+    drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll
+) -> None:
+    """With the operator as the owner of recovery, Ray restarts nothing: a kill ends the run."""
+    spec = ray_spec("owned", training=LONG, recovery={"owner": "operator"})
+    driver = drive(spec)
+    driver.reaches(3, poll)
+    driver.workers()[1].kill()
+    assert driver.ends(poll) == 1
+    assert "rank" in driver.text
+    assert "whole logs: " in driver.text
+    assert "resumed" not in driver.text
+
+
+def test_ctrl_c_and_a_failing_rank(
+    drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll, tmp_path: Path
+) -> None:
+    driver = drive(ray_spec("stopped", training=LONG))
+    driver.reaches(3, poll)
+    listening = [
+        c.laddr.ip
+        for p in driver.process.children(recursive=True)
+        for c in p.net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert all(ip.removeprefix("::ffff:") == "127.0.0.1" for ip in listening), listening
+    family = driver.process.children(recursive=True)
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.ends(poll) == 130
+    poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
+    assert not list(driver.scratch.glob("msa-ray-*"))
+
+    # A real failure of one rank only: its log folder holds what rank 1 cannot write to.
+    spec = ray_spec("broken", recovery={"owner": "none"})
+    (Path(spec.output) / "logs" / "rank-1.log").mkdir(parents=True)
+    failing = drive(spec)
+    assert failing.ends(poll) == 1
+    assert "rank 1" in failing.text
+    assert "IsADirectoryError" in failing.text
+    bad = drive(ray_spec("bad", attention={"dense_layers": (9,)}))
+    assert bad.ends(poll) == 2
+    assert "attention.dense_layers: found 9, allowed: 0 to 1" in bad.text
+    assert "Traceback" not in bad.text
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, poll: Poll) -> Iterator[dict[str, str]]:
+    """A real Ray head with its dashboard, on loopback, behind a token; yields its environment."""
+    import secrets
+    import tempfile
+
+    from ray.util import state  # noqa: F401  (fails early when the dashboard parts are missing)
+
+    with tempfile.TemporaryDirectory(prefix="msa-") as short:
+        token = Path(short) / "token"
+        token.write_text(secrets.token_hex(32))
+        port = free_port()
+        environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "OMP_NUM_THREADS": "1",
+            "HOME": short,
+        }
+        head = psutil.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
+                "--node-ip-address=127.0.0.1", f"--port={free_port()}", "--num-cpus=2",
+                "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={port}", f"--temp-dir={short}/ray",
+                f"--object-store-memory={128 << 20}", "--disable-usage-stats",
+            ],
+            env=environment,
+            stdout=(tmp_path / "head.log").open("wb"),
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        address = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            import urllib.error
+            import urllib.request
+
+            assert head.poll() is None, (tmp_path / "head.log").read_text()
+            try:
+                urllib.request.urlopen(f"{address}/api/jobs/", timeout=5)
+            except urllib.error.HTTPError as error:
+                return error.code == 401
+            except OSError:
+                return False
+            return False
+
+        try:
+            # 401 without the token: it is up, and it asks for one.
+            poll(answers, "the dashboard refuses requests without a token")
+            yield {**environment, "RAY_API_SERVER_ADDRESS": address}
+        finally:
+            family = head.children(recursive=True)
+            head.terminate()
+            poll(lambda: head.poll() is not None, "the head ends")
+            for process in psutil.wait_procs(family, timeout=20)[1]:
+                process.kill()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_submitted_job_trains_to_the_same_losses(
+    cluster: dict[str, str],
+    drive: Callable[..., Driver],
+    ray_spec: Callable[..., RunSpec],
+    poll: Poll,
+    tmp_path: Path,
+) -> None:
+    local, submitted = ray_spec("local"), ray_spec("submitted")
+    driver = drive(local)
+    assert driver.ends(poll) == 0, driver.text
+    script, file = tmp_path / "driver.py", tmp_path / "submitted.json"
+    script.write_text(DRIVER)
+    file.write_text(submitted.to_json())
+    job = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("ray")), "job", "submit", "--",
+            sys.executable, str(script), str(file),
+        ],
+        env=cluster, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "tiny: finished" in job.stdout
+    losses = [
+        json.loads((Path(spec.output) / "summary.json").read_text())["losses"]
+        for spec in (local, submitted)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert replace(local, output="") != submitted
