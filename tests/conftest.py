@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e.fixtures import api_server  # noqa: F401
+from e2e.fixtures import api_server, cluster  # noqa: F401
 
 _left_out = pytest.StashKey[int]()
 

@@ -34,11 +34,16 @@ class Module:
 
     folder: str
     packages: Mapping[str, str]
-    version_of: str
+    version_of: str = ""
+    """The required module whose version names the build; empty for a program of ours."""
     stamps: tuple[str, ...] = ()
+    """Variables that the linker sets to that version."""
+    manifests: str = ""
+    """A folder of the module that is kept beside the build."""
 
 
 MODULES = (
+    Module("pause", {"pause": "."}),
     Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, "go.etcd.io/etcd/server/v3"),
     Module(
         "kubernetes",
@@ -62,6 +67,7 @@ MODULES = (
         "kuberay",
         {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator"},
         "github.com/ray-project/kuberay/ray-operator",
+        manifests="config",
     ),
 )
 FOREIGN = ("etcd", "kube-apiserver", "kubectl")
@@ -86,17 +92,12 @@ def tool(name: str) -> Path:
 def version(folder: str) -> str:
     """The pinned version of that folder's tool, as v1.2.3."""
     module = next(module for module in MODULES if module.folder == folder)
+    if not module.version_of:
+        return "v0"
     pins = (TOOLS / folder / "go.mod").read_text()
     found = re.search(rf"^(?:require )?\s*{re.escape(module.version_of)} (v\S+)", pins, re.M)
     assert found, f"{folder}/go.mod does not require {module.version_of}"
     return found[1]
-
-
-def module_source(folder: str) -> Path:
-    """The unpacked source of that folder's tool, which also holds its manifests."""
-    module = next(module for module in MODULES if module.folder == folder)
-    argv = [str(go()), "list", "-m", "-f", "{{.Dir}}", module.version_of]
-    return Path(run(argv, env=_environment(), cwd=TOOLS / folder, timeout_s=600).strip())
 
 
 def build_all() -> dict[str, Path]:
@@ -129,7 +130,7 @@ def go() -> Path:
 
 def _built(module: Module) -> Path:
     folder = TOOLS / module.folder
-    pins = hashlib.sha256()
+    pins = hashlib.sha256(module.manifests.encode())
     for path in sorted(folder.iterdir()):
         pins.update(path.read_bytes())
     target = cache() / "tools" / f"{module.folder}-{version(module.folder)}-{pins.hexdigest()[:8]}"
@@ -142,6 +143,14 @@ def _built(module: Module) -> Path:
             for name, package in module.packages.items():
                 argv = [str(go()), "build", *flags, "-o", str(part / name), package]
                 run(_politely(argv), env=_environment(), cwd=folder, timeout_s=BUILD_TIMEOUT_S)
+            if module.manifests:
+                found = run(
+                    [str(go()), "list", "-m", "-f", "{{.Dir}}", module.version_of],
+                    env=_environment(),
+                    cwd=folder,
+                )
+                copy = [f"{found.strip()}/{module.manifests}", part / module.manifests]
+                shutil.copytree(*copy, ignore=shutil.ignore_patterns("samples"))
             part.rename(target)
     return target
 

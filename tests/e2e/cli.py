@@ -1,9 +1,73 @@
-"""The test cluster by hand."""
+"""The test cluster by hand.
 
+python tests/e2e build              build every tool that is not in the cache
+python tests/e2e up [NAME]          bring a cluster up; it stays
+python tests/e2e down [NAME]        take it down and restore everything
+python tests/e2e status             which clusters run
+python tests/e2e kubeconfig [NAME]  print the path of an administrator's kubeconfig
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import cluster
 from .build import build_all
+from .paths import Unavailable
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 on success, 1 when it failed, 3 when this machine cannot run it."""
+    parser = argparse.ArgumentParser(
+        prog="python tests/e2e", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("command", choices=["build", "up", "down", "status", "kubeconfig"])
+    parser.add_argument("name", nargs="?", default="dev")
+    options = parser.parse_args(arguments)
+    try:
+        return _COMMANDS[options.command](options.name)
+    except Unavailable as reason:
+        print(f"cannot run here: {reason}", file=sys.stderr)
+        return 3
+    except (RuntimeError, TimeoutError) as problem:
+        print(f"failed: {problem}", file=sys.stderr)
+        return 1
+
+
+def _build(_: str) -> int:
     for name, path in build_all().items():
         print(f"{name:24} {path}")
     return 0
+
+
+def _up(name: str) -> int:
+    cluster.Cluster.up(name, with_parent=False, say=lambda text: print(text, flush=True))
+    print(f"export KUBECONFIG={cluster.kubeconfig(name)}")
+    return 0
+
+
+def _down(name: str) -> int:
+    print(f"{name} is down" if cluster.down(name) else f"there was no cluster named {name}")
+    return 0
+
+
+def _status(_: str) -> int:
+    for name in cluster.running():
+        print(f"{name}  {cluster.kubeconfig(name)}")
+    return 0
+
+
+def _kubeconfig(name: str) -> int:
+    print(cluster.kubeconfig(name))
+    return 0
+
+
+_COMMANDS = {
+    "build": _build,
+    "up": _up,
+    "down": _down,
+    "status": _status,
+    "kubeconfig": _kubeconfig,
+}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from .apiserver import ApiServer
+from .cluster import Cluster
 from .paths import Unavailable
 
 
@@ -37,3 +39,27 @@ def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A cluster of two nodes with DNS, Services and KubeRay, for the tests marked `cluster`.
+
+    Shared by the session: use a namespace of your own, and start again a node that you stop.
+    """
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(text: str) -> None:
+        # Shown as it happens: this is the part of a test run in which nothing else is said.
+        with capture.global_and_fixture_disabled():
+            print(f"\n  cluster: {text}", end="", flush=True)
+
+    try:
+        made = Cluster.up(f"test-{os.getpid()}", with_parent=True, say=say)
+    except Unavailable as reason:
+        not_here(reason)
+        raise
+    try:
+        yield made
+    finally:
+        made.down()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -15,6 +17,10 @@ import psutil
 
 POLL_S = 0.05
 """Between two looks at a condition: short beside every start-up time here, cheap beside a core."""
+
+
+KILL_TIMEOUT_S = 30.0
+"""The kernel takes a machine's processes away one by one; a busy disk may hold one up."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +41,17 @@ class Process:
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Ends the process: SIGTERM, and SIGKILL after the grace. Returns when it is gone."""
-        if not self.alive():
-            return
-        found = psutil.Process(self.pid)
         if grace_s > 0:
-            found.terminate()
-            _, left = psutil.wait_procs([found], timeout=grace_s)
-            if not left:
-                return
-        found.kill()
-        psutil.wait_procs([found], timeout=30)
+            with contextlib.suppress(TimeoutError):
+                self._end(signal.SIGTERM, grace_s)
+        self._end(signal.SIGKILL, KILL_TIMEOUT_S)
+
+    def _end(self, how: signal.Signals, timeout_s: float) -> None:
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, how)
+        # Not awaited with wait(): whose child it is, and when that reaps it, is not ours to say.
+        wait_for(lambda: not self.alive(), f"{self.name} ended", timeout_s)
 
 
 def spawn(

@@ -1,0 +1,3 @@
+module flashmsa.dev/e2e/pause
+
+go 1.26
