@@ -27,7 +27,7 @@ export UV_HTTP_TIMEOUT ?= 180
 # Otherwise pyright asks the package index for a newer version of itself on every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test lint format bench crd lock hooks clean
+.PHONY: help setup demo test cluster cluster-down lint format bench crd lock hooks clean
 
 help: ## Explain the targets
 	@printf 'Flash-MSA Operator\n\n'
@@ -44,7 +44,15 @@ demo: $(VENV)/.installed ## Train a small model at context length 4096 on this m
 	$(BIN)/msa run $(JOB) $(ARGS)
 
 test: lint ## Run the linters, then every test
+	@# First: a cold build takes longer than a test may. What cannot be built, its tests name.
+	$(BIN)/python tests/e2e build || test $$? -eq 3
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+cluster: $(VENV)/.installed ## Bring up a Kubernetes of two nodes with KubeRay; make cluster-down ends it
+	$(BIN)/python tests/e2e up $(or $(NAME),dev)
+
+cluster-down: $(VENV)/.installed
+	$(BIN)/python tests/e2e down $(or $(NAME),dev)
 
 lint: $(VENV)/.installed ## Style, types, import rules, and whether the generated CRDs are current
 	$(BIN)/ruff check

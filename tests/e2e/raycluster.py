@@ -21,10 +21,14 @@ OBJECT_STORE_BYTES = 80_000_000
 """Just above the least that Ray accepts: it is memory of this machine."""
 
 
-def manifest(name: str, namespace: str, workers: int) -> dict[str, Any]:
+SHARED = "/shared"
+
+
+def manifest(name: str, namespace: str, workers: int, claim: str = "") -> dict[str, Any]:
     """One head without CPUs and workers of one CPU, spread over the nodes where that is possible.
 
-    What the runtime needs is in the images; the rest is what any cluster would be given.
+    claim: a PersistentVolumeClaim that every pod mounts at SHARED. What the runtime needs is in
+    the images; the rest is what any cluster would be given.
     """
     return {
         "apiVersion": "ray.io/v1",
@@ -35,7 +39,7 @@ def manifest(name: str, namespace: str, workers: int) -> dict[str, Any]:
             "authOptions": {"mode": "token"},
             "headGroupSpec": {
                 "rayStartParams": _start(0),
-                "template": _pod("ray-head", "1500Mi"),
+                "template": _pod("ray-head", "4Gi", claim),
             },
             "workerGroupSpecs": [
                 {
@@ -44,7 +48,7 @@ def manifest(name: str, namespace: str, workers: int) -> dict[str, Any]:
                     "minReplicas": workers,
                     "maxReplicas": workers,
                     "rayStartParams": _start(1),
-                    "template": _pod("ray-worker", "2Gi"),
+                    "template": _pod("ray-worker", "2Gi", claim),
                 }
             ],
         },
@@ -55,7 +59,7 @@ def _start(cpus: int) -> dict[str, str]:
     return {"num-cpus": str(cpus), "object-store-memory": str(OBJECT_STORE_BYTES)}
 
 
-def _pod(container: str, memory: str) -> dict[str, Any]:
+def _pod(container: str, memory: str, claim: str) -> dict[str, Any]:
     spread = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -63,8 +67,10 @@ def _pod(container: str, memory: str) -> dict[str, Any]:
         "labelSelector": {"matchLabels": {"ray.io/node-type": "worker"}},
     }
     resources = {"requests": {"cpu": "200m", "memory": "512Mi"}, "limits": {"memory": memory}}
+    volumes = [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}] if claim else []
     return {
         "spec": {
+            "volumes": volumes,
             "restartPolicy": "Never",
             # Nothing here has to be saved, and `ray start` waits out whatever it is given.
             "terminationGracePeriodSeconds": 3,
@@ -76,6 +82,9 @@ def _pod(container: str, memory: str) -> dict[str, Any]:
                     "image": images.WORKER,
                     "resources": resources,
                     "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+                    "volumeMounts": [
+                        {"name": volume["name"], "mountPath": SHARED} for volume in volumes
+                    ],
                 }
             ],
         }
@@ -93,9 +102,11 @@ class RayCluster:
     token: str
 
     @classmethod
-    def create(cls, cluster: Cluster, name: str, namespace: str, workers: int) -> RayCluster:
+    def create(
+        cls, cluster: Cluster, name: str, namespace: str, workers: int, claim: str = ""
+    ) -> RayCluster:
         """Creates it; returns once every worker is ready and the dashboard answers."""
-        cluster.server.apply(json.dumps(manifest(name, namespace, workers)))
+        cluster.server.apply(json.dumps(manifest(name, namespace, workers, claim)))
         path = f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters/{name}"
         status: dict[str, Any] = {}
 

@@ -11,7 +11,7 @@ from e2e import images
 from e2e.cluster import Cluster
 from e2e.paths import REPOSITORY
 from e2e.process import wait_for
-from e2e.raycluster import RayCluster
+from e2e.raycluster import SHARED, RayCluster
 
 pytestmark = pytest.mark.cluster
 NAMESPACE = "ray-test"
@@ -21,7 +21,8 @@ HEAD = "ray.io/node-type=head"
 @pytest.fixture(scope="module")
 def ray_cluster(cluster: Cluster) -> Iterator[RayCluster]:
     cluster.server.apply(f"{{apiVersion: v1, kind: Namespace, metadata: {{name: {NAMESPACE}}}}}")
-    made = RayCluster.create(cluster, "small", NAMESPACE, workers=2)
+    cluster.claim(NAMESPACE, "shared")
+    made = RayCluster.create(cluster, "small", NAMESPACE, workers=2, claim="shared")
     yield made
     made.delete()
 
@@ -42,6 +43,26 @@ def test_two_workers_reduce_a_tensor(ray_cluster: RayCluster):
     logs = ray_cluster.logs("all-reduce")
     assert status == "SUCCEEDED", logs
     assert "all-reduce of 2 ranks on 2 pods: 3.0" in logs
+
+
+def test_a_job_file_trains_on_two_workers(ray_cluster: RayCluster):
+    settings = {
+        "training.maxSteps": 4,
+        "training.warmupSteps": 1,
+        "training.evaluateSequences": 2,
+        "sequence.length": 256,
+        "sequence.globalBatchTokens": 512,
+        "checkpoint.everySteps": 2,
+        "checkpoint.uri": f"file://{SHARED}/checkpoints",
+    }
+    sample = REPOSITORY / "manifests" / "samples" / "stdlib-4k.yaml"
+    words = [f"--set {path}={value}" for path, value in settings.items()]
+    ray_cluster.submit("train", f"msa run {sample} {' '.join(words)} --output-dir {SHARED}/run")
+    status = ray_cluster.wait("train", timeout_s=180)
+    assert status == "SUCCEEDED", ray_cluster.logs("train")
+    folder = ray_cluster.cluster.folder / "volumes" / NAMESPACE / "shared"
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4, summary
 
 
 def test_the_dashboard_wants_its_token(ray_cluster: RayCluster):
