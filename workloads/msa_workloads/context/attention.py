@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from msa_kernels import backend as backends
 from msa_kernels.attention import check_pattern, check_tensors
+from msa_kernels.blocks import Runs
 from msa_kernels.engine import HeadGroup, accumulator, head_groups
-from msa_kernels.ops import row_delta
+from msa_kernels.fused import row_delta
 from msa_kernels.pattern import Documents, Pattern
 from msa_kernels.plan import Request, TileKernel
 from torch import Tensor
@@ -30,9 +31,6 @@ from msa_workloads.context.layout import Layout, LayoutError
 from msa_workloads.context.passes import Call, backward, forward
 from msa_workloads.context.rankplan import Fuse, RankPlan, rank_plan
 from msa_workloads.context.ulysses import HeadSplit, heads_to_sequence, sequence_to_heads
-
-TILE_BACKENDS = ("triton", "torch")
-"""Backends that take positions, an external LSE and delta; the others compute whole calls only."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class ContextPlan:
             plans.append(made[lengths])
         return plans
 
-    def prepare(self, pattern: Pattern, options: Options = Options()) -> RankPlan:  # noqa: B008
+    def prepare(self, pattern: Pattern, options: Options = Options()) -> RankPlan:
         """The rank's plan for one head's pattern; made ahead by a data loader if it likes."""
         key = (pattern, options.method, options.fuse)
         if key not in self._kept:
@@ -121,7 +119,7 @@ def context_attention(
     pattern: Pattern,
     scale: float | None = None,
     heads_group: dist.ProcessGroup | None = None,
-    options: Options = Options(),  # noqa: B008
+    options: Options = Options(),
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -150,7 +148,7 @@ def context_attention(
     heads = 1 if heads_group is None else dist.get_world_size(heads_group)
     for one in set(plans):
         _check(one, group, q, k, heads)
-    check_pattern(pattern, max(max(p.documents) for p in plans))
+    check_pattern(pattern)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     split = HeadSplit(q.shape[2], k.shape[2], heads)
     if heads_group is not None and heads > 1:
@@ -158,7 +156,9 @@ def context_attention(
         q = sequence_to_heads(q, heads_group)
         k = sequence_to_heads(k, heads_group, split.copies)
         v = sequence_to_heads(v, heads_group, split.copies)
-    out, lse = _by_document(q, k, v, plans, group, pattern, factor, options, backend)
+    out, lse = _by_document(
+        q, k, v, plans, group, pattern, factor, options, backend, return_lse
+    )  # fmt: skip
     if heads_group is not None and heads > 1:
         out = heads_to_sequence(out, heads_group)
         if return_lse:
@@ -187,14 +187,14 @@ def _check(
 
 def _by_document(
     q: Tensor, k: Tensor, v: Tensor, plans: list[ContextPlan], group: dist.ProcessGroup | None,
-    pattern: Pattern, scale: float, options: Options, backend: str,
+    pattern: Pattern, scale: float, options: Options, backend: str, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Batch rows that share a plan are one call."""
     found = []
     for _, some in itertools.groupby(range(len(plans)), key=lambda n: id(plans[n])):
         at = list(some)
         rows = slice(at[0], at[-1] + 1)
-        call = _call(q, k, plans[at[0]], group, pattern, options, backend)
+        call = _call(q, k, plans[at[0]], group, pattern, options, backend, return_lse)
         out, lse, _kept = attention(q[rows], k[rows], v[rows], call.handle, scale)
         found.append((out, lse))
     if len(found) == 1:
@@ -204,12 +204,12 @@ def _by_document(
 
 def _call(
     q: Tensor, k: Tensor, plan: ContextPlan, group: dist.ProcessGroup | None, pattern: Pattern,
-    options: Options, backend: str,
+    options: Options, backend: str, return_lse: bool,
 ) -> Call:  # fmt: skip
-    kernel = tile_kernel(q, k, pattern, backend)
     groups: list[tuple[HeadGroup, RankPlan]] = []
     for some in head_groups(pattern, q.shape[2], k.shape[2]):
         groups.append((some, plan.prepare(some.pattern, options)))
+    kernel = tile_kernel([_request(q, k, part, return_lse) for _, part in groups], backend)
     backends.record(f"context/{kernel.name}", q, k, pattern, len(plan.documents) > 1)
     keep = options.method != "ring" and all(
         part.most_received <= options.keep_ratio * plan.layout.rows for _, part in groups
@@ -220,36 +220,50 @@ def _call(
     return call
 
 
-def tile_kernel(q: Tensor, k: Tensor, pattern: Pattern, backend: str) -> TileKernel:
-    """The tile kernel that serves all heads; raises BackendError with every reason."""
-    names = [name for name in backends.ORDER.get(q.device.type, ("torch",))]
-    tried = [n for n in names if n in TILE_BACKENDS] if backend == "auto" else [backend]
-    if not set(tried) <= set(TILE_BACKENDS):
+def tile_kernel(requests: Sequence[Request], backend: str) -> TileKernel:
+    """The tile kernel that serves all requests, those of a call's head groups.
+
+    Raises :class:`msa_kernels.backend.BackendError` with every reason where there is none.
+    """
+    if backend != "auto" and backend not in backends.LOADERS:
         raise backends.BackendError(
-            f"backend {backend!r} computes whole calls only; with context parallelism choose "
-            f"auto, {', '.join(TILE_BACKENDS)}"
+            f"no backend {backend!r}; choose auto, {', '.join(backends.LOADERS)}"
         )
     reasons = []
-    for name in tried:
-        refusals = [
-            backends.refusal(name, _request(q, k, group.pattern))
-            for group in head_groups(pattern, q.shape[2], k.shape[2])
-        ]
-        if not any(refusals):
+    for name in backends.preference(requests[0]) if backend == "auto" else (backend,):
+        said = [backends.refusal(name, request) for request in requests]
+        reason = next((r for r in said if r), None)
+        if reason is None:
             kernel = backends.load(name)
-            assert hasattr(kernel, "backward")
-            return kernel  # type: ignore[return-value]
-        reasons.append(f"{name}: {next(r for r in refusals if r)}")
-    raise backends.BackendError(f"no tile kernel serves {pattern}: {'; '.join(reasons)}")
+            if not isinstance(kernel, backends.Direct):
+                return kernel
+            reason = "computes whole calls only, without an LSE and delta from other ranks"
+        reasons.append(f"{name}: {reason}")
+    raise backends.BackendError(
+        f"no tile kernel serves {requests[0].pattern} on {requests[0].device.type}: "
+        f"{'; '.join(reasons)}. Nearest: backend='auto', in which torch serves every pattern"
+    )
 
 
-def _request(q: Tensor, k: Tensor, pattern: Pattern) -> Request:
+def _request(q: Tensor, k: Tensor, plan: RankPlan, return_lse: bool) -> Request:
+    """A rank that exchanges nothing and holds one run from position 0 has a plain call."""
+    early = plan.early
+    plain = (
+        early is not None
+        and not plan.late
+        and not any(stage.happens for stage in plan.stages)
+        and all(_plain(runs) for runs in (early.queries, early.keys))
+    )
     return Request(
         device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
-        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=pattern,
-        plain=False, needs_grad=True, return_lse=True,
+        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=plan.pattern,
+        plain=plain, needs_grad=True, return_lse=return_lse or not plain,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+
+
+def _plain(runs: Runs) -> bool:
+    return len(runs.begin) == 1 and int(runs.length[0]) == runs.rows and not runs.position[0]
 
 
 _calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
@@ -269,11 +283,11 @@ def attention(
 
 @torch.library.custom_op("msa::context_attention_backward", mutates_args=())
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor, kept: Tensor,
-    call: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    kept: Tensor, call: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV of this rank's rows, contributions of all ranks included."""
-    return backward(_calls[call], q, k, v, lse, delta, dout, kept, scale)
+    return backward(_calls[call], q, k, v, out, dout, lse, delta, kept, scale)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -288,10 +302,9 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: Tensor | No
     q, k, v, out, lse, kept = ctx.saved_tensors
     # Every rank takes part in the exchange, whether or not anything depends on its own rows.
     dout = torch.zeros_like(out) if dout is None else dout
-    delta = row_delta(dout, out, dlse)
     grads = attention_backward(
-        q, k, v, lse, delta, dout, kept, ctx.call.handle, ctx.scale
-    )  # fmt: skip
+        q, k, v, out, dout, lse, row_delta(dout, out, dlse), kept, ctx.call.handle, ctx.scale
+    )
     return (*grads, None, None)
 
 

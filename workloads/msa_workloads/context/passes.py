@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from msa_kernels import engine
 from msa_kernels.engine import HeadGroup, accumulator
-from msa_kernels.merge import merge
+from msa_kernels.fused import merge
 from msa_kernels.plan import TileKernel
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class _Keys:
     def stage(self, number: int) -> Tensor:
         """Rows (received, B, 2, heads, D) of a stage; the one after it is started first."""
         if number not in self.arrived:
-            if number in self._pending and self.call.method == "ring":
+            while self._next <= number + 1 and self._next < len(self.plan.stages):
                 self.start()
             self.arrived[number] = self._pending.pop(number).wait()
         return self.arrived[number]
@@ -88,10 +88,7 @@ class _Keys:
             return rows[:, :, 0], rows[:, :, 1]
         k = torch.cat([self.k[:, begin:end], rows[:, :, 0]], 1)
         v = torch.cat([self.v[:, begin:end], rows[:, :, 1]], 1)
-        if some.order is not None:
-            order = torch.from_numpy(some.order).to(k.device)
-            k, v = k.index_select(1, order), v.index_select(1, order)
-        return k, v
+        return (k, v) if some.order is None else (some.order.take(k), some.order.take(v))
 
     def give_back(self, number: int, grads: Tensor) -> tuple[Stage, Pending]:
         """Start the way back of a stage's gradients, rows (received, B, 2, heads, D)."""
@@ -111,191 +108,228 @@ def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output like q, LSE (B, Hq, rows), and the received rows kept for backward, flat."""
-    batch, rows, q_heads, _ = q.shape
-    out = q.new_empty(q.shape)
-    lse = q.new_empty((batch, q_heads, rows), dtype=accumulator(q.dtype))
-    keys = [_Keys(call, group, plan, k, v) for group, plan in call.groups]
-    for some in keys:
-        some.start()
-    partials: list[list[Tensor] | None] = []
-    results: list[tuple[Tensor, Tensor]] = []
-    queries = []
-    for (group, plan), mine in zip(call.groups, keys, strict=True):
-        if len(call.groups) == 1:
-            some_q, results_of = q, (out, lse)
-        else:
-            some_q = group.queries(q)
-            results_of = (torch.empty_like(some_q), lse.new_empty(batch, some_q.shape[2], rows))
-        queries.append(some_q)
-        results.append(results_of)
-        for one in plan.early:
-            _whole(call, plan, one, some_q, mine, scale, *results_of)
-        if plan.partial is None:
-            partials.append(None)
-        else:
-            partials.append(list(_run(call, plan, plan.partial, some_q, mine, scale, None)))
-    for (group, plan), mine, some_q, results_of, partial in zip(
-        call.groups, keys, queries, results, partials, strict=True
-    ):
-        for one in plan.late:
-            if partial is None:
-                _whole(call, plan, one, some_q, mine, scale, *results_of)
-                continue
-            assert plan.merged is not None
-            waiting = plan.merged.take(some_q)
-            found = _run(call, plan, one, waiting, mine, scale, None)
-            before = one.rows.take(partial[0]), one.rows.take(partial[1], 2)
-            total, log = merge((before, found))
-            one.rows.put(partial[0], total)
-            one.rows.put(partial[1], log, 2)
-            if not call.keep and one.remote is not None:
-                mine.arrived.pop(one.remote, None)
-        if partial is not None and plan.merged is not None:
-            plan.merged.put(results_of[0], partial[0])
-            plan.merged.put(results_of[1], partial[1], 2)
-        mine.finish()
-        if len(call.groups) > 1:
-            group.put_queries(out, results_of[0])
-            lse[:, group.query_heads(lse.device)] = results_of[1]
-    kept = [rows.reshape(-1) for mine in keys for rows in mine.arrived.values() if call.keep]
-    return out, lse, torch.cat(kept) if kept else k.new_empty(0)
+    whole = len(call.groups) == 1
+    work = [
+        _Forward(call, plan, q if whole else group.queries(q), _Keys(call, group, plan, k, v))
+        for group, plan in call.groups
+    ]
+    for some in work:
+        some.keys.start()
+    for some in work:
+        some.early(scale)
+    for some in work:
+        some.late(scale)
+    kept = [r.reshape(-1) for some in work for r in some.keys.arrived.values() if call.keep]
+    remains = kept[0] if len(kept) == 1 else torch.cat([k.new_empty(0), *kept])
+    if whole:
+        return *work[0].result(), remains
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator(q.dtype))
+    for (group, _), some in zip(call.groups, work, strict=True):
+        found, log = some.result()
+        group.put_queries(out, found)
+        lse[:, group.query_heads(lse.device)] = log
+    return out, lse, remains
+
+
+class _Forward:
+    """The forward passes of one head group."""
+
+    def __init__(self, call: Call, plan: RankPlan, q: Tensor, keys: _Keys) -> None:
+        self.call, self.plan, self.q, self.keys = call, plan, q, keys
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def early(self, scale: float) -> None:
+        if self.plan.early is not None:
+            self.out, self.lse = self._run(self.plan.early, scale)
+
+    def late(self, scale: float) -> None:
+        for one in self.plan.late:
+            found, log = self._run(one, scale)
+            if self.out is None or self.lse is None:
+                self.out = found.new_empty(self.q.shape)
+                self.lse = log.new_empty((*log.shape[:2], self.q.shape[1]))
+            whole = one.rows.slices == ((0, self.q.shape[1]),)
+            if self.plan.split:
+                before = one.rows.take(self.out), one.rows.take(self.lse, 2)
+                last = whole and one is self.plan.late[-1]
+                found, log = merge(
+                    (before, (found, log)), self.q.dtype if last else self.out.dtype
+                )
+            if whole:
+                self.out, self.lse = found, log
+            else:
+                one.rows.put(self.out, found)
+                one.rows.put(self.lse, log, 2)
+            if one.remote is not None and one.remote != self.plan.late[-1].remote:
+                self.keys.arrived.pop(one.remote, None)
+        self.keys.finish()
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        assert self.out is not None and self.lse is not None
+        return self.out.to(self.q.dtype), self.lse
+
+    def _run(self, one: Pass, scale: float) -> tuple[Tensor, Tensor]:
+        """In the accumulator's dtype while a merge follows."""
+        k, v = self.keys.of(one)
+        dtype = accumulator(self.q.dtype) if self.plan.split else self.q.dtype
+        return engine.forward(
+            self.call.kernel, one.rows.take(self.q), k, v, self.plan.pattern, one.queries,
+            one.keys, scale, dtype,
+        )  # fmt: skip
 
 
 def backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor,
-    kept: Tensor, scale: float,
+    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
+    delta: Tensor, kept: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK and dV of this rank's rows in the dtype of q; ``lse`` and ``delta`` are global."""
-    work = accumulator(q.dtype)
-    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
-    at = 0
-    for group, plan in call.groups:
+    """dQ, dK and dV of this rank's rows in the dtype of q; ``out``, ``lse`` and ``delta`` are
+    those of the whole softmax."""
+    if len(call.groups) == 1:
+        group, plan = call.groups[0]
         keys = _Keys(call, group, plan, k, v)
-        if call.keep:
-            for number, stage in enumerate(plan.stages):
-                if stage.happens and stage.received:
-                    shape = (stage.received, q.shape[0], 2, *keys.k.shape[2:])
-                    size = math.prod(shape)
-                    keys.arrived[number] = kept[at : at + size].view(shape)
-                    at += size
-        else:
-            keys.start()
-        whole = len(call.groups) == 1
-        some_q, some_dout = (q, dout) if whole else (group.queries(q), group.queries(dout))
-        heads = slice(None) if whole else group.query_heads(lse.device)
-        inputs = some_q, some_dout, lse[:, heads], delta[:, heads]
-        dq = torch.zeros_like(some_q, dtype=work, memory_format=torch.contiguous_format)
-        dkv = torch.zeros(
-            (2, *keys.k.shape), dtype=work, device=k.device
-        )  # fmt: skip
-        local = [*plan.early, *([plan.partial] if plan.partial is not None else [])]
-        remote = _Remote(call, keys, plan, q.shape[0], work)
-        if call.keep:
-            remote.run(inputs, dq, dkv, scale)
-        for one in local:
-            _gradients(call, plan, one, inputs, keys, scale, dq, dkv, None)
-        if not call.keep:
-            remote.run(inputs, dq, dkv, scale)
-        remote.collect(dkv)
-        if whole:
-            return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
-        group.put_queries(grads[0], dq.to(q.dtype))
-        group.put_keys(grads[1], dkv[0].to(k.dtype))
-        group.put_keys(grads[2], dkv[1].to(v.dtype))
-    return grads[0], grads[1], grads[2]
+        return _Backward(call, plan, keys, (q, out, dout, lse, delta), scale).run(kept)
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    for group, plan in call.groups:
+        keys, heads = _Keys(call, group, plan, k, v), group.query_heads(lse.device)
+        rows = tuple(group.queries(t) for t in (q, out, dout))
+        inputs = (*rows, lse[:, heads], delta[:, heads])
+        work = _Backward(call, plan, keys, inputs, scale)
+        some_dq, some_dk, some_dv = work.run(kept[: work.kept_size])
+        kept = kept[work.kept_size :]
+        group.put_queries(dq, some_dq)
+        group.put_keys(dk, some_dk)
+        group.put_keys(dv, some_dv)
+    return dq, dk, dv
 
 
-class _Remote:
-    """The passes on remote keys in backward, and the return of those keys' gradients."""
+class _Backward:
+    """The backward passes of one head group, and the return of the travelled gradients.
+
+    With kept keys the remote ones come first and their gradients travel under the local pass;
+    otherwise the keys travel again under the local pass.
+    """
 
     def __init__(
-        self, call: Call, keys: _Keys, plan: RankPlan, batch: int, work: torch.dtype
+        self, call: Call, plan: RankPlan, keys: _Keys, inputs: tuple[Tensor, ...], scale: float
     ) -> None:
-        self.call, self.keys, self.plan, self.batch, self.work = call, keys, plan, batch, work
+        self.call, self.plan, self.keys = call, plan, keys
+        self.inputs, self.scale = inputs, scale
+        self.dtype = inputs[0].dtype
+        moves = any(stage.happens for stage in plan.stages)
+        self.work = accumulator(self.dtype) if plan.late or moves else self.dtype
+        rows = keys.k.shape[1]
+        self.dq, self.dk, self.dv = _Sum(inputs[0].shape[1]), _Sum(rows), _Sum(rows)
         self.returning: list[tuple[Stage, Pending]] = []
 
-    def run(self, inputs: tuple[Tensor, ...], dq: Tensor, dkv: Tensor, scale: float) -> None:
-        """All passes, stage by stage; each stage's gradients leave as soon as they are whole."""
+    def _shape(self, stage: Stage) -> tuple[int, ...]:
+        return (stage.received, self.keys.k.shape[0], 2, *self.keys.k.shape[2:])
+
+    @property
+    def kept_size(self) -> int:
+        if not self.call.keep:
+            return 0
+        return sum(math.prod(self._shape(s)) for s in self.plan.stages if s.happens)
+
+    def run(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.call.keep:
+            for number, stage in enumerate(self.plan.stages):
+                if stage.happens and stage.received:
+                    self.keys.arrived[number] = kept.view(self._shape(stage))
+            self._remote()
+            self._early()
+        else:
+            self.keys.start()
+            self._early()
+            self._remote()
+        for stage, pending in self.returning:
+            self._collect(stage, pending.wait())
+        q, k, v = self.inputs[0], self.keys.k, self.keys.v
+        sums = zip((self.dq, self.dk, self.dv), (q, k, v), strict=True)
+        dq, dk, dv = (s.total(like, self.work).to(self.dtype) for s, like in sums)
+        return dq, dk, dv
+
+    def _early(self) -> None:
+        if self.plan.early is not None:
+            self._add(self.plan.early, None)
+
+    def _remote(self) -> None:
+        """Stage by stage; each stage's gradients leave as soon as they are whole."""
         for number, stage in enumerate(self.plan.stages):
             if not stage.happens:
                 continue
-            shape = (stage.received, self.batch, 2, *self.keys.k.shape[2:])
-            grads = torch.zeros(shape, dtype=self.work, device=dq.device)
+            grads = self.keys.k.new_zeros(self._shape(stage), dtype=self.work)
             if not self.call.keep:
                 # Also where this rank needs nothing: the others meet it in this exchange.
                 self.keys.stage(number)
             for one in self.plan.late:
                 if one.remote == number:
-                    _gradients(
-                        self.call, self.plan, one, inputs, self.keys, scale, dq, dkv, grads
-                    )
+                    self._add(one, grads)
             self.keys.arrived.pop(number, None)
             self.returning.append(self.keys.give_back(number, grads))
 
-    def collect(self, dkv: Tensor) -> None:
+    def _add(self, one: Pass, remote: Tensor | None) -> None:
+        """Add one pass's gradients to the sums, and to ``remote`` (received, B, 2, heads, D)."""
+        q, out, dout, lse, delta = self.inputs
+        rows = one.rows
+        k, v = self.keys.of(one)
+        dq, dk, dv = engine.backward(
+            self.call.kernel, rows.take(q), k, v, rows.take(out), rows.take(dout),
+            rows.take(lse, 2), rows.take(delta, 2), self.plan.pattern, one.queries, one.keys,
+            self.scale, self.work,
+        )  # fmt: skip
+        self.dq.add(rows, dq)
+        if one.order is not None:
+            sorted_dk, sorted_dv = dk, dv
+            dk, dv = torch.empty_like(dk), torch.empty_like(dv)
+            one.order.put(dk, sorted_dk)
+            one.order.put(dv, sorted_dv)
+        begin, end = one.local
+        here = end - begin
+        for n, (total, grad) in enumerate(((self.dk, dk), (self.dv, dv))):
+            if here:
+                total.add(Rows(((begin, end),)), grad[:, :here])
+            if remote is not None:
+                remote[:, :, n] += grad[:, here:].transpose(0, 1)
+
+    def _collect(self, stage: Stage, rows: Tensor) -> None:
         """Add what other ranks found for this rank's keys, one rank after the other: a sum whose
         order does not depend on arrival."""
-        for stage, pending in self.returning:
-            rows = pending.wait().to(self.work).permute(2, 1, 0, 3, 4)
-            index, at = stage.index(dkv.device), 0
-            for count in stage.send:
-                if count:
-                    some = slice(at, at + count)
-                    dkv.index_add_(2, index[some], rows[:, :, some])
-                at += count
+        index, at = stage.index(rows.device), 0
+        for count in stage.send:
+            if count:
+                some = rows[at : at + count].to(self.work)
+                for n, total in enumerate((self.dk, self.dv)):
+                    held = total.total(self.keys.k, self.work)
+                    held.index_add_(1, index[at : at + count], some[:, :, n].transpose(0, 1))
+            at += count
 
 
-def _run(
-    call: Call, plan: RankPlan, one: Pass, q: Tensor, keys: _Keys, scale: float,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and LSE of one pass, in the accumulator's dtype when ``dtype`` is None."""
-    k, v = keys.of(one)
-    return engine.forward(
-        call.kernel, one.rows.take(q), k, v, plan.pattern, one.queries, one.keys, scale,
-        dtype or accumulator(q.dtype),
-    )  # fmt: skip
+class _Sum:
+    """A sum over rows that starts as its first summand where that covers all of them."""
 
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._held: Tensor | None = None
+        self._waiting: list[tuple[Rows, Tensor]] = []
 
-def _whole(
-    call: Call, plan: RankPlan, one: Pass, q: Tensor, keys: _Keys, scale: float, out: Tensor,
-    lse: Tensor,
-) -> None:  # fmt: skip
-    """A pass that is the whole attention of its rows, into the result."""
-    found, log = _run(call, plan, one, q, keys, scale, q.dtype)
-    one.rows.put(out, found)
-    one.rows.put(lse, log, 2)
+    def add(self, rows: Rows, values: Tensor) -> None:
+        if self._held is not None:
+            rows.add(self._held, values)
+        elif rows.slices == ((0, self.rows),):
+            self._held = values
+            for some, before in self._waiting:
+                some.add(self._held, before)
+            self._waiting.clear()
+        else:
+            self._waiting.append((rows, values))
 
-
-def _gradients(
-    call: Call, plan: RankPlan, one: Pass, inputs: tuple[Tensor, ...], keys: _Keys, scale: float,
-    dq: Tensor, dkv: Tensor, remote: Tensor | None,
-) -> None:  # fmt: skip
-    """Add one pass's gradients to ``dq``, to ``dkv`` (2, B, rows, heads, D) of the local keys,
-    and to ``remote`` (received, B, 2, heads, D)."""
-    rows = one.rows
-    if one.remote is not None and plan.merged is not None:
-        rows = _inside(plan.merged, one.rows)
-    q, dout, lse, delta = inputs
-    k, v = keys.of(one)
-    some_dq, dk, dv = engine.backward(
-        call.kernel, rows.take(q), k, v, rows.take(dout), rows.take(lse, 2), rows.take(delta, 2),
-        plan.pattern, one.queries, one.keys, scale, dq.dtype,
-    )  # fmt: skip
-    rows.add(dq, some_dq)
-    if one.order is not None:
-        order = torch.from_numpy(one.order).to(dk.device)
-        dk = torch.empty_like(dk).index_copy_(1, order, dk)
-        dv = torch.empty_like(dv).index_copy_(1, order, dv)
-    begin, end = one.local
-    here = end - begin
-    for n, grad in enumerate((dk, dv)):
-        if here:
-            dkv[n, :, begin:end] += grad[:, :here]
-        if remote is not None:
-            remote[:, :, n] += grad[:, here:].transpose(0, 1)
-
-
-def _inside(merged: Rows, part: Rows) -> Rows:
-    """Rows of the tensors that are rows ``part`` of the merged ones."""
-    return merged.part(*part.slices[0])
+    def total(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum, of the shape of ``like``: zeros where nothing was added."""
+        if self._held is None:
+            self._held = torch.zeros(like.shape, dtype=dtype, device=like.device)
+            for some, before in self._waiting:
+                some.add(self._held, before)
+            self._waiting.clear()
+        return self._held

@@ -49,36 +49,33 @@ class InClass(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a rank's tensors, ascending."""
+    """Some rows of a rank's tensors: stretches, in order."""
 
     slices: tuple[tuple[int, int], ...]
+    array: Ints = field(init=False, repr=False)
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        pieces = [np.arange(a, b) for a, b in self.slices]
+        object.__setattr__(self, "array", np.concatenate([np.empty(0, np.int64), *pieces]))
 
     @classmethod
     def where(cls, mask: NDArray[np.bool_]) -> Rows:
-        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-        return cls(tuple((int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)))
+        return cls.listed(np.flatnonzero(mask))
 
-    def __len__(self) -> int:
-        return sum(end - begin for begin, end in self.slices)
-
-    @property
-    def array(self) -> Ints:
-        return np.concatenate([np.arange(a, b) for a, b in self.slices])
+    @classmethod
+    def listed(cls, rows: Ints) -> Rows:
+        """Rows in any order."""
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        first = rows[np.concatenate([[0], breaks])] if len(rows) else rows
+        last = rows[np.concatenate([breaks - 1, [len(rows) - 1]])] if len(rows) else rows
+        return cls(tuple((int(a), int(b) + 1) for a, b in zip(first, last, strict=True)))
 
     def one_by_one(self) -> tuple[Rows, ...]:
         """As stretches of their own where there are few enough of them."""
-        if not self.slices:
-            return ()
         if len(self.slices) > MAX_SLICES:
             return (self,)
         return tuple(Rows((piece,)) for piece in self.slices)
-
-    def part(self, begin: int, end: int) -> Rows:
-        """Rows ``begin`` to ``end`` of these rows."""
-        mask = np.zeros(self.slices[-1][1], bool)
-        mask[self.array[begin:end]] = True
-        return Rows.where(mask)
 
     def take(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """A view where the rows are one stretch, else a copy."""
@@ -118,7 +115,7 @@ class Pass:
     local: tuple[int, int]
     remote: int | None
     keys: Runs
-    order: Ints | None = None
+    order: Rows | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,51 +147,40 @@ class RankPlan:
     pattern: Pattern
     """In the coordinates of the runs: of the residue class where the layout keeps to one."""
     stages: tuple[Stage, ...]
-    early: tuple[Pass, ...]
-    """Need no remote key; each is the whole attention of its rows."""
+    early: Pass | None
+    """All rows on local keys. Rows that wait for all their keys are in none of its runs: their
+    result is empty, and a late pass puts the whole one in its place."""
     late: tuple[Pass, ...]
-    """Wait for a stage. With ``merged`` None each is the whole attention of its rows."""
-    merged: Rows | None
-    """Rows whose partial results are merged: of ``partial``, then of ``late``."""
-    partial: Pass | None
+    """Wait for a stage."""
+    split: bool
+    """Late passes are on remote keys only and are merged with the early one."""
     most_received: int
     """Tokens that the busiest receiver of all ranks receives."""
 
 
-def rank_plan(
-    pattern: Pattern, plan: CommPlan, rank: int, method: Method, fuse: Fuse
-) -> RankPlan:
+def rank_plan(pattern: Pattern, plan: CommPlan, rank: int, method: Method, fuse: Fuse) -> RankPlan:
     """The plan of one rank for one head's ``pattern``, whose exchange is ``plan``."""
     builder = _Builder(pattern, plan, rank)
     stages, tokens = builder.stages(method)
     most = int(plan.tokens.sum(1).max())
-    everything = Rows(((0, len(builder.own)),))
     if not any(len(t) for t in tokens):
-        whole = builder.make(everything, None, None)
-        return RankPlan(builder.inner, stages, (whole,), (), None, None, most)
+        return RankPlan(builder.inner, stages, builder.early(), (), False, most)
     if plan.layout.stride > 1 and not builder.in_class and method != "ring":
-        late = builder.sorted(everything, tokens[0])
-        return RankPlan(builder.inner, stages, (), (late,), None, None, most)
+        late = builder.sorted(tokens[0])
+        return RankPlan(builder.inner, stages, None, (late,), False, most)
     bound = [builder.bound(some) for some in tokens]
     waits = np.logical_or.reduce(bound)
-    early = tuple(builder.make(rows, None, None) for rows in Rows.where(~waits).one_by_one())
     fused = fuse == "always" or (fuse == "auto" and waits.mean() <= 1 - FREE_SHARE)
     if fused and method != "ring":
-        late = tuple(
-            builder.make(rows, 0, tokens[0]) for rows in Rows.where(waits).one_by_one()
-        )
-        return RankPlan(builder.inner, stages, early, late, None, None, most)
-    merged = Rows.where(waits)
-    partial = builder.make(merged, None, None)
-    late = []
-    for stage, (mask, some) in enumerate(zip(bound, tokens, strict=True)):
-        if len(some):
-            inside = np.flatnonzero(mask[merged.array])
-            rows = Rows(((int(inside[0]), int(inside[-1]) + 1),))
-            at = merged.part(*rows.slices[0])
-            queries = builder.place(builder.own[at.array])
-            late.append(Pass(rows, queries, (0, 0), stage, builder.place(some)))
-    return RankPlan(builder.inner, stages, early, tuple(late), merged, partial, most)
+        late = tuple(builder.fused(rows, tokens[0]) for rows in Rows.where(waits).one_by_one())
+        early = None if waits.all() else builder.early(~waits)
+        return RankPlan(builder.inner, stages, early, late, False, most)
+    late = tuple(
+        builder.remote(mask, stage, some)
+        for stage, (mask, some) in enumerate(zip(bound, tokens, strict=True))
+        if len(some)
+    )
+    return RankPlan(builder.inner, stages, builder.early(), late, True, most)
 
 
 class _Builder:
@@ -212,9 +198,12 @@ class _Builder:
         )
         self.inner = InClass(pattern, stride) if self.in_class else pattern
 
-    def place(self, tokens: Ints) -> Runs:
-        """Where rows that hold these tokens sit; padding is in no run."""
+    def place(self, tokens: Ints, only: NDArray[np.bool_] | None = None) -> Runs:
+        """Where rows that hold these tokens sit; padding is in no run, nor are rows not in
+        ``only``."""
         document, position = self.docs.at(tokens)
+        if only is not None:
+            document = np.where(only, document, -1)
         if self.in_class:
             position = position // self.plan.layout.stride
         new = np.ones(len(tokens), bool)
@@ -255,8 +244,14 @@ class _Builder:
         keys = in_documents(*_progressions(tokens), 1, self.docs)
         return self._own(*queries_seeing(self.rules, keys, self.docs, self.plan.line))
 
-    def make(self, rows: Rows, remote: int | None, tokens: Ints | None) -> Pass:
-        """A pass of ``rows`` on the local keys that they see and on the remote ``tokens``."""
+    def early(self, free: NDArray[np.bool_] | None = None) -> Pass:
+        """All rows on all local keys; only ``free`` ones are in a run."""
+        runs, rows = self.place(self.own), len(self.own)
+        queries = runs if free is None else self.place(self.own, free)
+        return Pass(Rows(((0, rows),)), queries, (0, rows), None, runs)
+
+    def fused(self, rows: Rows, tokens: Ints) -> Pass:
+        """``rows`` on the local keys that they see and on the remote ``tokens``."""
         stride = self.plan.layout.stride
         mine = self.own[rows.array]
         queries = in_documents(*_progressions(mine, stride), stride, self.docs)
@@ -264,21 +259,26 @@ class _Builder:
             self._own(*keys_seen(self.rules, queries, self.docs, self.plan.line))
         )
         local = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
-        if not len(seen) and tokens is None:
-            local = (0, min(1, len(self.own)))
-        keys = self.own[slice(*local)]
-        if tokens is not None:
-            keys = np.concatenate([keys, tokens])
-        return Pass(rows, self.place(mine), local, remote, self.place(keys))
+        keys = np.concatenate([self.own[slice(*local)], tokens])
+        return Pass(rows, self.place(mine), local, 0, self.place(keys))
 
-    def sorted(self, rows: Rows, tokens: Ints) -> Pass:
+    def remote(self, mask: NDArray[np.bool_], stage: int, tokens: Ints) -> Pass:
+        """The stretch of rows that holds ``mask`` on the remote ``tokens`` alone."""
+        inside = np.flatnonzero(mask)
+        begin, end = int(inside[0]), int(inside[-1]) + 1
+        queries = self.place(self.own[begin:end])
+        return Pass(Rows(((begin, end),)), queries, (0, 0), stage, self.place(tokens))
+
+    def sorted(self, tokens: Ints) -> Pass:
         """All rows on all keys, in the order of the sequence: few runs, where a residue layout
         has scattered neighbours over ranks."""
         keys = np.concatenate([self.own, tokens])
         order = np.argsort(keys, kind="stable")
+        rows = len(self.own)
         return Pass(
-            rows, self.place(self.own), (0, len(self.own)), 0, self.place(keys[order]), order
-        )
+            Rows(((0, rows),)), self.place(self.own), (0, rows), 0, self.place(keys[order]),
+            Rows.listed(order),
+        )  # fmt: skip
 
     def _own(self, start: Ints, stop: Ints) -> NDArray[np.bool_]:
         """Own rows inside the intervals of the line."""

@@ -93,7 +93,7 @@ class _Copies(torch.autograd.Function):
         return rows.repeat_interleave(copies, 2)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
         split = grad.unflatten(2, (-1, ctx.copies))
         wide = split.float() if grad.dtype.itemsize < 4 else split
         return wide.sum(3).to(grad.dtype), None
@@ -106,7 +106,7 @@ class _ToHeads(torch.autograd.Function):
         return _scatter_heads(rows, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
         return _gather_heads(grad, ctx.group), None
 
 
@@ -117,7 +117,7 @@ class _ToSequence(torch.autograd.Function):
         return _gather_heads(rows, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
         return _scatter_heads(grad, ctx.group), None
 
 
