@@ -7,8 +7,10 @@ implemented or refused, never dropped.
 Documents of a packed batch come, in this order, from the model's keyword ``msa_document_ids``
 (B, S), from ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or from ``position_ids`` that restart at 0.
 Whoever permutes the sequence over ranks passes ``msa_positions``: then nothing is guessed from
-position ids, whose jumps are not documents. transformers' own detection of packed sequences has
-no effect here: its result is never read.
+position ids, whose jumps are not documents. Whoever splits the sequence over ranks also passes
+``msa_attend``, which then computes what :func:`~msa_kernels.attention.msa_attention` would:
+``msa_attend(q, k, v, pattern, scale=..., backend=...)``. transformers' own detection of packed
+sequences has no effect here: its result is never read.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ NAME = "msa"
 HARMLESS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "num_items_in_batch",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "msa_document_ids",
-    "msa_positions", "return_dict", "logits_to_keep", "labels",
+    "msa_positions", "msa_attend", "return_dict", "logits_to_keep", "labels",
 })  # fmt: skip
 """Keywords that do not change the scores, or that are read here."""
 
@@ -125,10 +127,13 @@ def attention_forward(
     windows = [w for w in (sliding_window, getattr(attention_mask, "window", None)) if w]
     if windows:
         pattern = pattern.limited(min(windows))
+    rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    backend = getattr(module, "msa_backend", "auto")
+    if (attend := kwargs.get("msa_attend")) is not None:
+        return attend(*rows, pattern, scale=scaling, backend=backend), None
     out = msa_attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), pattern,
-        scale=scaling, documents=_documents(query, key, kwargs), align="bottom-right",
-        backend=getattr(module, "msa_backend", "auto"),
+        *rows, pattern, scale=scaling, documents=_documents(query, key, kwargs),
+        align="bottom-right", backend=backend,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out, None

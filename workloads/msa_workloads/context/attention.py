@@ -167,6 +167,32 @@ def context_attention(
     return (out, lse) if return_lse else out
 
 
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """:func:`context_attention` of one batch, as a Hugging Face model is given it.
+
+    ``model(input_ids=..., position_ids=..., msa_attend=Attend(plan, group))`` runs every layer of
+    a model built with ``attn_implementation="msa"`` over the ranks of ``group``, each on the rows
+    that ``layout.shard`` gave it (token ids, position ids and labels alike).
+    """
+
+    plan: ContextPlan | Sequence[ContextPlan]
+    group: dist.ProcessGroup | None
+    heads_group: dist.ProcessGroup | None = None
+    options: Options = Options()
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None,
+        backend: str,
+    ) -> Tensor:  # fmt: skip
+        out = context_attention(
+            q, k, v, self.plan, self.group, pattern=pattern, scale=scale,
+            heads_group=self.heads_group, options=self.options, backend=backend,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
+
+
 def _check(
     plan: ContextPlan, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, heads: int
 ) -> None:
