@@ -131,11 +131,19 @@ class Used:
 def load(name: str) -> Backend:
     """The backend of that name; ImportError when what it needs is not installed."""
     if name not in _loaded:
-        _loaded[name] = LOADERS[name]()
-    return _loaded[name]
+        try:
+            _loaded[name] = LOADERS[name]()
+        except ImportError as error:
+            # Remembered: looking for a package that is not there costs milliseconds on every call.
+            _loaded[name] = str(error)
+    found = _loaded[name]
+    if isinstance(found, str):
+        raise ImportError(found)
+    return found
 
 
-_loaded: dict[str, Backend] = {}
+_loaded: dict[str, Backend | str] = {}
+"""Backends, or why they cannot be loaded."""
 
 
 def preload() -> None:

@@ -19,7 +19,7 @@ import torch
 from msa_kernels import fused
 from msa_kernels.blocks import Runs
 from msa_kernels.pattern import Pattern
-from msa_kernels.plan import PartPlan, TileKernel, plan
+from msa_kernels.plan import PartPlan, TileKernel, plan, stack
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -50,6 +50,9 @@ def forward(
         return _forward_group(
             kernel, q, k, v, plan(groups[0].pattern, queries, keys), scale, dtype
         )
+    stacked = _stack(kernel, pattern, k, queries, keys)
+    if stacked is not None:
+        return kernel.forward(q, k, v, stacked, scale, dtype)
     out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulator(q.dtype))
     for group in groups:
@@ -87,6 +90,9 @@ def backward(
     if len(groups) == 1:
         parts = plan(groups[0].pattern, queries, keys)
         return _backward_group(kernel, q, k, v, out, dout, lse, delta, parts, scale, dtype)
+    stacked = _stack(kernel, pattern, k, queries, keys)
+    if stacked is not None:
+        return kernel.backward(q, k, v, out, dout, lse, delta, stacked, scale, dtype)
     dq, dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
     for group in groups:
         parts = plan(group.pattern, queries, keys)
@@ -100,6 +106,15 @@ def backward(
         group.put_keys(dk, some[1])
         group.put_keys(dv, some[2])
     return dq, dk, dv
+
+
+def _stack(
+    kernel: TileKernel, pattern: Pattern, k: torch.Tensor, queries: Runs, keys: Runs
+) -> PartPlan | None:
+    """Heads of different patterns in one launch, where the kernel can."""
+    stacks = getattr(kernel, "stacks", None)
+    made = stack(pattern, k.shape[2], queries, keys) if stacks else None
+    return made if made is not None and stacks is not None and stacks(made) else None
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class PartPlan:
     tensor. None when rows stay in place (``part.fold == 1``) or the fold is a view in which
     residues become heads: (B, S, H, D) seen as (B, S/fold, fold*H, D)."""
     k_order: NDArray[np.int64] | None = None
+    heads: tuple[PartPlan, ...] = ()
+    """Set when every key/value head has rules of its own: the plan of each head."""
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
@@ -200,6 +202,29 @@ def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
     return made
 
 
+def stack(pattern: Pattern, kv_heads: int, queries: Runs, keys: Runs) -> PartPlan | None:
+    """One plan whose heads each have their own rules, where every head needs one unfolded part.
+
+    For kernels that walk other lists for every head in one launch; None where heads differ more.
+    """
+    key = (pattern, kv_heads, _content(queries), _content(keys))
+    with _lock:
+        if key in _stacks:
+            _stacks.move_to_end(key)
+            return _stacks[key]
+    each = [plan(pattern.for_group(head), queries, keys) for head in range(kv_heads)]
+    made = None
+    if all(len(parts) == 1 and parts[0].part.fold == 1 for parts in each):
+        heads = tuple(parts[0] for parts in each)
+        made = PartPlan(heads[0].part, queries, keys, heads=heads)
+    with _lock:
+        _stacks[key] = made
+        while len(_stacks) > PLANS_KEPT:
+            _stacks.popitem(last=False)
+    return made
+
+
+_stacks: OrderedDict[Hashable, PartPlan | None] = OrderedDict()
 _plans: OrderedDict[Hashable, tuple[PartPlan, ...]] = OrderedDict()
 _lock = threading.Lock()
 

@@ -27,7 +27,14 @@ LISTS = {
 }  # fmt: skip
 TENSORS = {"q", "k", "v", "do", "out", "dq", "dk", "dv"}
 # A window with sinks: two rules, (lo, hi) and (lo, sinks).
-PREDICATE = {"FLAGS": 3 | (9 << 8), "RULES": 2, "MINUS": 0, "LOOKUP": 0, "GROUP": 4}
+PREDICATE = {
+    "FLAGS": 3 | (9 << 8),
+    "RULES": 2,
+    "MINUS": 0,
+    "LOOKUP": 0,
+    "GROUP": 4,
+    "PER_HEAD": False,
+}
 
 
 def compile_kernel(

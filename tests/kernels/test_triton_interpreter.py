@@ -53,12 +53,19 @@ def _leaf(rng: random.Random):
     )
 
 
+def _like(pattern, rng: random.Random):
+    """A pattern of the same kind with other values."""
+    while type(other := _leaf(rng)) is not type(pattern):
+        pass
+    return other
+
+
 def _run(seed: int, count: int) -> int:
     import torch
     from msa_kernels import engine
     from msa_kernels.blocks import Runs
     from msa_kernels.fused import row_delta
-    from msa_kernels.pattern import BlockList, Union
+    from msa_kernels.pattern import BlockList, PerHead, Union
     from msa_kernels.plan import packed, whole
     from msa_kernels.reference import reference
     from msa_kernels.triton.launch import TritonKernel
@@ -70,8 +77,13 @@ def _run(seed: int, count: int) -> int:
         pattern = _leaf(rng)
         if rng.random() < 0.5:
             other = _leaf(rng)
-            if not (isinstance(pattern, BlockList) and isinstance(other, BlockList)):
+            if rng.random() < 0.4:
+                pattern = PerHead((pattern, other))
+            elif not (isinstance(pattern, BlockList) and isinstance(other, BlockList)):
                 pattern = Union((pattern, other))
+        elif rng.random() < 0.5:
+            # Heads that differ in values alone: one launch with lists of their own.
+            pattern = PerHead((pattern, _like(pattern, rng)))
         rows, group, heads = rng.randint(1, 90), rng.choice([1, 2, 3]), rng.choice([1, 2])
         dim = rng.choice([16, 20, 32])
         dtype = rng.choice([torch.float32, torch.float16])

@@ -56,13 +56,18 @@ def dq_kernel(
     head_dim, scale, qk_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAGS: tl.constexpr,
     RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr, SIMPLE: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch, key/value head, query tile, head of the group), heads fastest."""
     pid = tl.program_id(0)
-    tile = tl.load(order + (pid // GROUP) % q_tiles)
     rest = pid // GROUP // q_tiles
     kv_head = (rest % kv_heads).to(tl.int64)
+    own = kv_head * PER_HEAD
+    pointers += own * (q_tiles + 1)
+    middles += own * q_tiles
+    rule_values += own * (RULES + MINUS) * 8
+    table += own * table_q * table_k
+    tile = tl.load(order + own * q_tiles + (pid // GROUP) % q_tiles)
     batch = (rest // kv_heads).to(tl.int64)
     head = kv_head * GROUP + pid % GROUP
 
@@ -158,12 +163,17 @@ def dkv_kernel(
     head_dim, scale, qk_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAGS: tl.constexpr,
     RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr, SIMPLE: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch, key/value head, key tile); dk and dv share their strides."""
     pid = tl.program_id(0)
-    tile = tl.load(order + pid % k_tiles)
     kv_head = ((pid // k_tiles) % kv_heads).to(tl.int64)
+    own = kv_head * PER_HEAD
+    pointers += own * (k_tiles + 1)
+    middles += own * k_tiles
+    rule_values += own * (RULES + MINUS) * 8
+    table += own * table_q * table_k
+    tile = tl.load(order + own * k_tiles + pid % k_tiles)
     batch = (pid // k_tiles // kv_heads).to(tl.int64)
 
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -69,14 +69,19 @@ def forward_kernel(
     stride_vh, stride_ob, stride_os, stride_oh, head_dim, qk_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAGS: tl.constexpr,
     RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr, SIMPLE: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per (batch, key/value head, query tile, head of the group), heads fastest:
     neighbours in time read the same keys. Strides are in elements; ``qk_scale`` is in base 2."""
     pid = tl.program_id(0)
-    tile = tl.load(order + (pid // GROUP) % q_tiles)
     rest = pid // GROUP // q_tiles
     kv_head = (rest % kv_heads).to(tl.int64)
+    own = kv_head * PER_HEAD
+    pointers += own * (q_tiles + 1)
+    middles += own * q_tiles
+    rule_values += own * (RULES + MINUS) * 8
+    table += own * table_q * table_k
+    tile = tl.load(order + own * q_tiles + (pid // GROUP) % q_tiles)
     batch = (rest // kv_heads).to(tl.int64)
     head = kv_head * GROUP + pid % GROUP
 

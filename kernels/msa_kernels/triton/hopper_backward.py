@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from msa_kernels.triton.hopper_forward import (
     barriers,
     flat,
+    lists_of,
     query_item,
     store_tile,
     token,
@@ -141,7 +142,7 @@ def dq_kernel(
     kv_heads, tiles, stat_rows, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (128 queries, BLOCK_N keys); a program per (tile, query head, batch row)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -155,6 +156,10 @@ def dq_kernel(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
         barriers(STAGES, 2),
     )  # fmt: skip
+    own = (gl.program_id(0) // GROUP // tiles) % kv_heads * PER_HEAD
+    pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
+    rule_values += own * (RULES + MINUS) * 8
+    table += own * table_q * table_k
     walk = (pointers, middles, index, order, tiles, q_heads, kv_heads)
     mask = (
         q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
@@ -329,7 +334,7 @@ def dkv_kernel(
     k_start, kv_heads, tiles, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (BLOCK_M queries, 128 keys); a program per (tile, key/value head, batch row);
     dk and dv share their strides."""
@@ -346,6 +351,10 @@ def dkv_kernel(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
         barriers(STAGES, 2),
     )  # fmt: skip
+    own = (gl.program_id(0) // tiles) % kv_heads * PER_HEAD
+    pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
+    rule_values += own * (RULES + MINUS) * 8
+    table += own * table_q * table_k
     walk = (pointers, middles, index, order, tiles, kv_heads)
     mask = (
         q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,

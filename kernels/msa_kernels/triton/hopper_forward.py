@@ -54,6 +54,12 @@ def token(rows, count, start, positions, documents, ABSENT: gl.constexpr, SIMPLE
 
 
 @gluon.jit
+def lists_of(own, pointers, middles, order, tiles):
+    """The lists of a key/value head, where every head has its own."""
+    return pointers + own * (tiles + 1), middles + own * tiles, order + own * tiles
+
+
+@gluon.jit
 def query_item(walk, GROUP: gl.constexpr):
     """This program's (batch, key/value head, query head, query tile, list begin, middle, end).
 
@@ -255,7 +261,7 @@ def forward_kernel(
     tiles, stride_ob, stride_os, stride_oh, head_dim, qk_scale,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (128 queries, BLOCK_N keys); a program per (tile, query head, batch row)."""
     dtype: gl.constexpr = q_desc.dtype
@@ -267,6 +273,10 @@ def forward_kernel(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
         barriers(STAGES, 2),
     )  # fmt: skip
+    own = (gl.program_id(0) // GROUP // tiles) % kv_heads * PER_HEAD
+    pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
+    rule_values += own * (RULES + MINUS) * 8
+    table += own * table_q * table_k
     walk = (pointers, middles, index, order, tiles, q_heads, kv_heads)
     mask = (
         q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,

@@ -12,6 +12,7 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -52,6 +53,11 @@ class TritonKernel:
         except PatternError as error:
             return str(error)
         return next((reason for reason in reasons if reason), None)
+
+    def stacks(self, plan: PartPlan) -> bool:
+        """Whether heads of different rules run in one launch: when only values differ."""
+        kinds = {encode(head.part)[:3] for head in plan.heads}
+        return len(kinds) == 1
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
@@ -189,9 +195,7 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What every kernel takes alike: token maps, predicate, sizes; and its constants."""
     device = q.device
-    predicate, params, table = plan.kept(
-        ("predicate", device), lambda: _upload(encode(plan.part), device)
-    )
+    predicate, params, table = plan.kept(("predicate", device), lambda: _upload(plan, device))
     if plan.simple:
         maps = (params,) * 4
         starts = (plan.q_start, plan.k_start)
@@ -202,19 +206,23 @@ def _arguments(
     common = (*maps, params, table, *predicate.table_blocks, q.shape[1], k.shape[1], *starts)
     constants = {
         "FLAGS": predicate.flags, "RULES": predicate.rules, "MINUS": predicate.minus,
-        "LOOKUP": _lookup(plan, tiles), "SIMPLE": plan.simple,
-        "GROUP": q.shape[2] // k.shape[2],
+        "LOOKUP": max(_lookup(one, tiles) for one in plan.heads or (plan,)),
+        "SIMPLE": plan.simple, "GROUP": q.shape[2] // k.shape[2], "PER_HEAD": bool(plan.heads),
     }  # fmt: skip
     return common, constants
 
 
-def _upload(
-    predicate: Predicate, device: torch.device
-) -> tuple[Predicate, torch.Tensor, torch.Tensor]:
+def _upload(plan: PartPlan, device: torch.device) -> tuple[Predicate, torch.Tensor, torch.Tensor]:
+    """The predicate, its values (heads, rules, 8) and block-list table (heads, rows, columns)."""
+    each = [encode(one.part) for one in plan.heads or (plan,)]
+    rows, columns = (max(p.table_blocks[side] for p in each) for side in range(2))
+    tables = np.zeros((len(each), rows, columns), np.uint8)
+    for table, predicate in zip(tables, each, strict=True):
+        table[: predicate.table.shape[0], : predicate.table.shape[1]] = predicate.table
     return (
-        predicate,
-        torch.from_numpy(predicate.params).to(device),
-        torch.from_numpy(predicate.table).to(device),
+        each[0]._replace(table_blocks=(rows, columns)),
+        torch.from_numpy(np.stack([p.params for p in each])).to(device),
+        torch.from_numpy(tables).to(device),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ from msa_kernels.plan import PartPlan
 class DeviceLists:
     """Row ``t`` visits ``index[pointers[t]:pointers[t + 1]]``; tiles before ``middles[t]`` are
     partial, the rest full. ``order`` names the rows, longest first. int32 each; ``index`` has one
-    entry more than is listed, so that an empty last row may still be read ahead."""
+    entry more than is listed, so that an empty last row may still be read ahead. Where every
+    key/value head has lists of its own, those of head ``h`` start at ``h * (tiles + 1)`` in
+    ``pointers`` and at ``h * tiles`` in ``middles`` and ``order``."""
 
     pointers: torch.Tensor
     middles: torch.Tensor
@@ -30,22 +33,35 @@ def device_lists(
     """Lists of ``plan`` on ``device``, built once and kept with the plan."""
 
     def make() -> DeviceLists:
-        lists = plan.tiles(block_q, block_k)
-        return _upload(lists.transposed if transposed else lists, device)
+        each = [one.tiles(block_q, block_k) for one in plan.heads or (plan,)]
+        return _upload([lists.transposed if transposed else lists for lists in each], device)
 
     return plan.kept(("device lists", block_q, block_k, device, transposed), make)
 
 
-def _upload(lists: TileLists, device: torch.device) -> DeviceLists:
+def _upload(each: Sequence[TileLists], device: torch.device) -> DeviceLists:
+    hosts = [_walk(lists) for lists in each]
+    starts = np.cumsum([0, *(len(index) for _, _, index, _ in hosts)])
+    if starts[-1] >= 1 << 31:
+        raise ValueError(f"{starts[-1]} tiles over all heads exceed 32-bit pointers")
+    pointers, middles, index, order = zip(*hosts, strict=True)
+    host = (
+        np.concatenate([p + s for p, s in zip(pointers, starts, strict=False)]),
+        np.concatenate([m + s for m, s in zip(middles, starts, strict=False)]),
+        np.concatenate([*index, np.zeros(1, np.int32)]),
+        np.concatenate(order),
+    )
+    # Pinned staging would save little: lists are a few megabytes and go over once per layout.
+    return DeviceLists(
+        *(torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device) for a in host),
+        tiles=each[0].q_tiles,
+    )
+
+
+def _walk(lists: TileLists) -> tuple[np.ndarray, ...]:
     length = np.diff(lists.ptr)
     owner = np.repeat(np.arange(lists.q_tiles), length)
     walk = np.lexsort((lists.index, lists.full, owner))
     partial = np.bincount(owner[~lists.full], minlength=lists.q_tiles)
-    index = np.append(lists.index[walk], np.int32(0))
     order = np.argsort(-length, kind="stable")
-    host = (lists.ptr, lists.ptr[:-1] + partial, index, order)
-    # Pinned staging would save little: lists are a few megabytes and go over once per layout.
-    return DeviceLists(
-        *(torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device) for a in host),
-        tiles=lists.q_tiles,
-    )
+    return lists.ptr.astype(np.int64), lists.ptr[:-1] + partial, lists.index[walk], order
