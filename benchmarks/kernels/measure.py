@@ -114,7 +114,7 @@ def median(prepare: Callable, timed: Callable) -> float:
     times: list[float] = []
     timed(prepare())
     spent = 0.0
-    while len(times) < 4 or (spent < 400 and len(times) < 30):
+    while len(times) < 3 or (spent < 300 and len(times) < 25):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         given = prepare()
         flush.zero_()
