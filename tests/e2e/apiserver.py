@@ -15,10 +15,13 @@ from pathlib import Path
 
 from .build import tool
 from .certificates import Authority, kubeconfig
-from .process import Process, free_port, run, spawn, wait_for
+from .paths import fresh
+from .process import Process, free_ports, run, spawn, wait_for
 
 START_TIMEOUT_S = 120.0
 """Idle cores need 6 s; a machine that builds something beside us needs ten times that."""
+
+PORT_ATTEMPTS = 3
 
 Launch = Callable[[str, Sequence[str], Path], Process]
 """Starts a named command with its log somewhere: here, or in a cluster's namespaces."""
@@ -47,7 +50,9 @@ class Address:
 
 
 def loopback() -> Address:
-    return Address("127.0.0.1", free_port(), free_port(), free_port(), "10.89.128.0/24")
+    """An address of this machine that no other machine reaches."""
+    api, etcd, peer = free_ports(3)
+    return Address("127.0.0.1", api, etcd, peer, "10.89.128.0/24")
 
 
 @dataclass
@@ -79,23 +84,26 @@ class ApiServer:
         controllers: names that kube-controller-manager runs, such as garbage-collector-controller
         and namespace-controller; without any, owners' children and namespaces stay.
         """
-        address = address or loopback()
 
         def here(name: str, argv: Sequence[str], log: Path) -> Process:
             return spawn(name, argv, log, with_parent=with_parent)
 
-        authority = _identities(folder / "certificates", address)
-        url = url or address.server
-        admin = kubeconfig(folder / "admin.conf", authority.folder, "admin", url)
-        server = cls(folder, address, url, authority, admin)
-        try:
-            server._start(launch or here, flags)
-            if controllers:
-                server.start_controllers(launch or here, controllers)
-        except BaseException:
-            server.stop()
-            raise
-        return server
+        for left in reversed(range(1 if address else PORT_ATTEMPTS)):
+            at = address or loopback()
+            authority = _identities(folder / "certificates", at)
+            admin = kubeconfig(folder / "admin.conf", authority.folder, "admin", url or at.server)
+            server = cls(folder, at, url or at.server, authority, admin)
+            try:
+                server._start(launch or here, flags)
+                if controllers:
+                    server.start_controllers(launch or here, controllers)
+                return server
+            except BaseException as problem:
+                server.stop()
+                # Between the choice of a port and its use, any connection here may take it.
+                if not left or "address already in use" not in str(problem):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     def start_controllers(
         self, launch: Launch, controllers: Sequence[str], flags: Sequence[str] = ()
@@ -157,7 +165,7 @@ class ApiServer:
         client, peer = (f"http://127.0.0.1:{port}" for port in (at.etcd_port, at.etcd_peer_port))
         etcd = [
             str(tool("etcd")),
-            f"--data-dir={self.folder / 'etcd'}",
+            f"--data-dir={fresh(self.folder / 'etcd')}",
             f"--listen-client-urls={client}",
             f"--advertise-client-urls={client}",
             f"--listen-peer-urls={peer}",

@@ -30,45 +30,50 @@ BUILD_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class Module:
-    """One pinned module: its folder under tools/, what is built, and the flags for its version."""
+    """What is built together from one pinned module."""
 
-    folder: str
+    name: str
     packages: Mapping[str, str]
+    """Executable to Go package."""
+    pins: str = ""
+    """The folder under tools/ with its go.mod; the name where empty."""
     version_of: str = ""
     """The required module whose version names the build; empty for a program of ours."""
     stamps: tuple[str, ...] = ()
     """Variables that the linker sets to that version."""
     manifests: str = ""
     """A folder of the module that is kept beside the build."""
+    nodes: bool = True
+    """Whether only nodes need it: it may then build on Linux alone."""
+
+    @property
+    def folder(self) -> Path:
+        return TOOLS / (self.pins or self.name)
 
 
-MODULES = (
-    Module("pause", {"pause": "."}),
-    Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, "go.etcd.io/etcd/server/v3"),
-    Module(
+def _kubernetes(name: str, commands: tuple[str, ...], *, nodes: bool) -> Module:
+    return Module(
+        name,
+        {command: f"k8s.io/kubernetes/cmd/{command}" for command in commands},
         "kubernetes",
-        {
-            name: f"k8s.io/kubernetes/cmd/{name}"
-            for name in (
-                "kube-apiserver",
-                "kube-controller-manager",
-                "kube-proxy",
-                "kube-scheduler",
-                "kubectl",
-                "kubelet",
-            )
-        },
         "k8s.io/kubernetes",
         # A component that does not know its version refuses its peers.
         ("k8s.io/component-base/version.gitVersion", "k8s.io/client-go/pkg/version.gitVersion"),
-    ),
-    Module("coredns", {"coredns": "."}, "github.com/coredns/coredns"),
-    Module(
-        "kuberay",
-        {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator"},
-        "github.com/ray-project/kuberay/ray-operator",
-        manifests="config",
-    ),
+        nodes=nodes,
+    )
+
+
+_SERVER = ("kube-apiserver", "kube-controller-manager", "kubectl")
+_NODE = ("kube-proxy", "kube-scheduler", "kubelet")
+_ETCD = "go.etcd.io/etcd/server/v3"
+_KUBERAY = "github.com/ray-project/kuberay/ray-operator"
+MODULES = (
+    Module("etcd", {"etcd": _ETCD}, version_of=_ETCD, nodes=False),
+    _kubernetes("kubernetes", _SERVER, nodes=False),
+    _kubernetes("kubernetes-node", _NODE, nodes=True),
+    Module("pause", {"pause": "."}),
+    Module("coredns", {"coredns": "."}, version_of="github.com/coredns/coredns"),
+    Module("kuberay", {"kuberay-operator": _KUBERAY}, version_of=_KUBERAY, manifests="config"),
 )
 FOREIGN = ("etcd", "kube-apiserver", "kubectl")
 """What KUBEBUILDER_ASSETS may stand in for: what an API server alone needs."""
@@ -89,20 +94,21 @@ def tool(name: str) -> Path:
     return _built(module) / name
 
 
-def version(folder: str) -> str:
-    """The pinned version of that folder's tool, as v1.2.3."""
-    module = next(module for module in MODULES if module.folder == folder)
+def version(name: str) -> str:
+    """The pinned version of that module, as v1.2.3."""
+    module = next(module for module in MODULES if module.name == name)
     if not module.version_of:
         return "v0"
-    pins = (TOOLS / folder / "go.mod").read_text()
+    pins = (module.folder / "go.mod").read_text()
     found = re.search(rf"^(?:require )?\s*{re.escape(module.version_of)} (v\S+)", pins, re.M)
-    assert found, f"{folder}/go.mod does not require {module.version_of}"
+    assert found, f"{module.folder}/go.mod does not require {module.version_of}"
     return found[1]
 
 
-def build_all() -> dict[str, Path]:
-    """Every tool by name, built where needed."""
-    return {name: tool(name) for module in MODULES for name in module.packages}
+def build_all(*, nodes: bool) -> dict[str, Path]:
+    """Every tool by name, built where needed; without nodes, what an API server alone needs."""
+    chosen = [module for module in MODULES if nodes or not module.nodes]
+    return {name: tool(name) for module in chosen for name in module.packages}
 
 
 def go() -> Path:
@@ -129,30 +135,30 @@ def go() -> Path:
 
 
 def _built(module: Module) -> Path:
-    folder = TOOLS / module.folder
     pins = hashlib.sha256(module.manifests.encode())
-    for path in sorted(folder.iterdir()):
+    for path in sorted(module.folder.iterdir()):
         pins.update(path.read_bytes())
-    target = cache() / "tools" / f"{module.folder}-{version(module.folder)}-{pins.hexdigest()[:8]}"
-    with locked(f"build-{module.folder}"):
+    release = version(module.name)
+    target = cache() / "tools" / f"{module.name}-{release}-{pins.hexdigest()[:8]}"
+    with locked(f"build-{module.name}"):
         if not target.exists():
             part = fresh(target.with_name(f"{target.name}.part"))
-            stamps = " ".join(f"-X {stamp}={version(module.folder)}" for stamp in module.stamps)
+            stamps = " ".join(f"-X {stamp}={release}" for stamp in module.stamps)
             flags = ["-mod=readonly", "-trimpath", "-ldflags", f"-s -w {stamps}".strip()]
-            print(f"building {module.folder} {version(module.folder)}", file=sys.stderr)
+            print(f"building {module.name} {release}", file=sys.stderr)
             for name, package in module.packages.items():
                 argv = [str(go()), "build", *flags, "-o", str(part / name), package]
-                run(_politely(argv), env=_environment(), cwd=folder, timeout_s=BUILD_TIMEOUT_S)
+                _go(_politely(argv), module)
             if module.manifests:
-                found = run(
-                    [str(go()), "list", "-m", "-f", "{{.Dir}}", module.version_of],
-                    env=_environment(),
-                    cwd=folder,
-                )
-                copy = [f"{found.strip()}/{module.manifests}", part / module.manifests]
+                where = _go([str(go()), "list", "-m", "-f", "{{.Dir}}", module.version_of], module)
+                copy = (Path(where.strip(), module.manifests), part / module.manifests)
                 shutil.copytree(*copy, ignore=shutil.ignore_patterns("samples"))
             part.rename(target)
     return target
+
+
+def _go(argv: list[str], module: Module) -> str:
+    return run(argv, env=_environment(), cwd=module.folder, timeout_s=BUILD_TIMEOUT_S)
 
 
 def _environment() -> dict[str, str]:

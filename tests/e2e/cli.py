@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import cluster
+from . import cluster, machine
 from .build import build_all
 from .paths import Unavailable
 
@@ -37,8 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build(_: str) -> int:
-    for name, path in build_all().items():
-        print(f"{name:24} {path}")
+    nodes, reason = True, ""
+    try:
+        machine.require_linux_root()
+    except Unavailable as found:
+        nodes, reason = False, f"without the parts of nodes: {found}"
+    for tool, path in build_all(nodes=nodes).items():
+        print(f"{tool:24} {path}")
+    print(reason, end="\n" if reason else "")
     return 0
 
 

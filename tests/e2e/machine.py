@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from .paths import Unavailable
+from .paths import Unavailable, locked
 from .process import Process, run, spawn, wait_for
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -98,14 +98,18 @@ class Machine:
 
 def make_groups(path: str) -> None:
     """Makes a control group in every hierarchy of this machine (v1, v2 or both)."""
-    for root in _hierarchies():
-        group = root / path
-        group.mkdir(parents=True, exist_ok=True)
-        for file in ("cpuset.cpus", "cpuset.mems"):
-            # A v1 cpuset admits nobody until it has both.
-            _inherit(root, Path(path), file)
-        if (root / "cgroup.subtree_control").exists():
-            _delegate(root, Path(path))
+    # Locked: the parent that clusters share goes with the last of them.
+    with locked("groups"):
+        for root in _hierarchies():
+            try:
+                (root / path).mkdir(parents=True, exist_ok=True)
+                for file in ("cpuset.cpus", "cpuset.mems"):
+                    # A v1 cpuset admits nobody until it has both.
+                    _inherit(root, Path(path), file)
+                if (root / "cgroup.subtree_control").exists():
+                    _delegate(root, Path(path))
+            except OSError as problem:
+                raise Unavailable(f"control groups cannot be made here: {problem}") from problem
 
 
 def limit_groups(path: str, memory_bytes: int) -> None:
@@ -128,17 +132,17 @@ def limit_groups(path: str, memory_bytes: int) -> None:
 
 def remove_groups(path: str) -> None:
     """Removes a control group with all below it; processes left in it are killed first."""
-    for root in _hierarchies():
-        group = root / path
-        if not group.exists():
-            continue
-        folders = sorted((found for found in group.rglob("*") if found.is_dir()), reverse=True)
-        for folder in [*folders, group]:
-            _remove_group(folder)
-        # The shared parent goes with its last child.
-        parent = group.parent
-        if parent != root and not any(found.is_dir() for found in parent.iterdir()):
-            parent.rmdir()
+    with locked("groups"):
+        for root in _hierarchies():
+            group = root / path
+            if not group.exists():
+                continue
+            below = sorted((found for found in group.rglob("*") if found.is_dir()), reverse=True)
+            for folder in [*below, group]:
+                _remove_group(folder)
+            parent = group.parent
+            if parent != root and not any(found.is_dir() for found in parent.iterdir()):
+                parent.rmdir()
 
 
 def require_linux_root() -> None:

@@ -30,6 +30,7 @@ class Process:
     name: str
     pid: int
     started: float
+    log: Path | None = None
 
     def alive(self) -> bool:
         try:
@@ -79,9 +80,11 @@ def spawn(
             start_new_session=True,
             env=dict(os.environ if env is None else env),
         )
-    # Reaped here when it ends first; otherwise it outlives us on purpose.
+    # Before the first poll, which would reap a child that has ended already.
+    started = psutil.Process(child.pid).create_time()
+    # It may outlive us, on purpose: without this, Python would warn of that.
     child.returncode = child.poll()
-    return Process(name, child.pid, psutil.Process(child.pid).create_time())
+    return Process(name, child.pid, started, log)
 
 
 def wait_for(
@@ -95,13 +98,13 @@ def wait_for(
     """Returns once the condition holds.
 
     TimeoutError after the deadline, and RuntimeError as soon as a process it needs has ended;
-    both name what was awaited and end with the last lines of the log.
+    both name what was awaited, and end with the last lines of the log, or of that process's own.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
-        gone = [process.name for process in needs if not process.alive()]
+        gone = next((process for process in needs if not process.alive()), None)
         if gone:
-            raise RuntimeError(f"{', '.join(gone)} ended before {what}{_tail(log)}")
+            raise RuntimeError(f"{gone.name} ended before {what}{_tail(gone.log)}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"{timeout_s:g} s passed before {what}{_tail(log)}")
         time.sleep(POLL_S)
@@ -132,11 +135,13 @@ def run(
     return done.stdout
 
 
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """Different loopback ports that were free a moment ago."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _tail(log: Path | None, lines: int = 25) -> str:
