@@ -56,8 +56,7 @@ class TritonKernel:
 
     def stacks(self, plan: PartPlan) -> bool:
         """Whether heads of different rules run in one launch: when only values differ."""
-        kinds = {encode(head.part)[:3] for head in plan.heads}
-        return len(kinds) == 1
+        return plan.kept("stacks", lambda: len({encode(p.part)[:3] for p in plan.heads}) == 1)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,

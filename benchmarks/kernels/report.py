@@ -1,0 +1,81 @@
+"""Write the table and the plots of ``docs/kernels.md`` from a recorded run.
+
+python benchmarks/kernels/report.py benchmarks/kernels/h200.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "msa"
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "kernels.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+OURS = ("auto", "triton")
+
+
+def main(path: str) -> None:
+    run = json.loads(Path(path).read_text())
+    rows = [row for row in run["rows"] if "error" not in row]
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(run, rows)}\n{END}{after}")
+    plot(rows, max(row["sequence"] for row in rows), DOCS / "img" / "kernels.svg")
+
+
+def table(run: dict, rows: list[dict]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    lines = [
+        f"{run['card']}, {run['date']}; {versions}; bf16 matrix product "
+        f"{run['matmul_tflops']:.0f} TFLOP/s. Milliseconds, and useful TFLOP/s in brackets.",
+        "",
+        "| pattern | batch x tokens | implementation | forward | backward | both | extra GiB |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for row in sorted(rows, key=lambda r: (r["pattern"], -r["sequence"], r["total_ms"])):
+        name = row["implementation"]
+        if row.get("ran") and row["ran"] != [name]:
+            name += f" ({', '.join(row['ran'])})"
+        shown = f"**{name}**" if row["implementation"] in OURS else name
+        cells = [
+            f"{row[f'{kind}_ms']:.2f} ({row[f'{kind}_tflops']:.0f})"
+            for kind in ("forward", "backward", "total")
+        ]
+        lines.append(
+            f"| {row['pattern']} | {row['batch']} x {row['sequence']} | {shown} | "
+            f"{' | '.join(cells)} | {row['peak_bytes'] / 2**30:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], sequence: int, path: Path) -> None:
+    """Time of forward and backward by pattern, at one length."""
+    chosen = [row for row in rows if row["sequence"] == sequence]
+    patterns = list(dict.fromkeys(row["pattern"] for row in chosen))
+    names = list(dict.fromkeys(row["implementation"] for row in chosen))
+    figure, axes = plt.subplots(figsize=(9, 4))
+    width = 0.8 / len(names)
+    for at, name in enumerate(names):
+        mine = {row["pattern"]: row["total_tflops"] for row in chosen
+                if row["implementation"] == name}  # fmt: skip
+        places = [n + (at - len(names) / 2) * width for n, p in enumerate(patterns) if p in mine]
+        axes.bar(places, [mine[p] for p in patterns if p in mine], width, label=name)
+    axes.set_xticks(range(len(patterns)), patterns, rotation=20, ha="right")
+    axes.set_ylabel("useful TFLOP/s, forward and backward")
+    axes.set_title(f"{sequence} tokens, 32/8 heads of 128, bf16, one H200")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
