@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from msa_kernels.triton.forward import token
-from msa_kernels.triton.predicate import allowed
+from msa_kernels.triton.predicate import allowed, token
 
 
 @triton.jit

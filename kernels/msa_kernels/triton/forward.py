@@ -5,21 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from msa_kernels.triton.predicate import allowed
-
-
-@triton.jit
-def token(rows, count, start, positions, documents, ABSENT: tl.constexpr, SIMPLE: tl.constexpr):
-    """Position and document of rows; ``ABSENT`` (never equal on both sides) outside the tensor."""
-    inside = rows < count
-    if SIMPLE:
-        position = start + rows
-        document = tl.where(inside, 0, ABSENT)
-    else:
-        position = tl.load(positions + rows, mask=inside, other=0)
-        document = tl.load(documents + rows, mask=inside, other=-1)
-        document = tl.where(document < 0, ABSENT, document)
-    return position, document
+from msa_kernels.triton.predicate import allowed, token
 
 
 @triton.jit

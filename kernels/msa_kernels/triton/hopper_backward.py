@@ -24,10 +24,9 @@ from msa_kernels.triton.hopper_forward import (
     lists_of,
     query_item,
     store_tile,
-    token,
     visible,
 )
-from msa_kernels.triton.predicate import allowed
+from msa_kernels.triton.predicate import allowed, token
 
 LOG2E = gl.constexpr(1.4426950408889634)
 

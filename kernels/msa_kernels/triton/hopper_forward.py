@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from msa_kernels.triton.predicate import allowed
+from msa_kernels.triton.predicate import allowed, token
 
 
 @gluon.jit
@@ -37,20 +37,6 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for n in gl.static_range(COUNT):
         mbarrier.init(bars.index(n), count=ARRIVALS)
     return bars
-
-
-@gluon.jit
-def token(rows, count, start, positions, documents, ABSENT: gl.constexpr, SIMPLE: gl.constexpr):
-    """Position and document of rows; ``ABSENT`` (never equal on both sides) outside the tensor."""
-    inside = rows < count
-    if SIMPLE:
-        position = start + rows
-        document = gl.where(inside, 0, ABSENT)
-    else:
-        position = gl.load(positions + rows, mask=inside, other=0)
-        document = gl.load(documents + rows, mask=inside, other=-1)
-        document = gl.where(document < 0, ABSENT, document)
-    return position, document
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 ``encode`` writes a part's rules as a few integers; :func:`allowed` evaluates them on tiles of
 query and key positions. Which conditions exist is a compile-time constant, their values are run
-time arguments: another window width or another document layout never recompiles a kernel.
+time arguments: another window width or another document layout never recompiles a kernel. The
+functions here serve the plain kernels and the Gluon ones alike.
 """
 
 from __future__ import annotations
@@ -85,6 +86,20 @@ def _membership(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
     for q, row in enumerate(rows):
         table[q, list(row)] = 1
     return table
+
+
+@triton.jit
+def token(rows, count, start, positions, documents, ABSENT: tl.constexpr, SIMPLE: tl.constexpr):
+    """Position and document of rows; ``ABSENT`` (never equal on both sides) outside the tensor."""
+    inside = rows < count
+    if SIMPLE:
+        position = start + rows
+        document = tl.where(inside, 0, ABSENT)
+    else:
+        position = tl.load(positions + rows, mask=inside, other=0)
+        document = tl.load(documents + rows, mask=inside, other=-1)
+        document = tl.where(document < 0, ABSENT, document)
+    return position, document
 
 
 @triton.jit
