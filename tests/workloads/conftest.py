@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from msa_workloads.runspec import (
     TrainingSpec,
 )
 
-DEADLINE = 240.0
+DEADLINE = 400.0
 """Seconds after which a polled condition has failed; generous, for a loaded machine."""
 
 
@@ -102,12 +101,6 @@ def poll() -> Callable[[Callable[[], Any], str], Any]:
     return wait
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 _CHILD = """
 import json, pickle, runpy, sys
 path, function, arguments, result = sys.argv[1:]
@@ -125,10 +118,13 @@ def on_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., li
     ``check=False`` the exit codes and stderr are returned instead.
     """
 
+    from torch.distributed import TCPStore
+
     def call(function: Callable[..., Any], ranks: int, *, check: bool = True, **arguments: Any):
         folder = tmp_path / f"ranks-{time.monotonic_ns()}"
         folder.mkdir()
-        port = free_port()
+        # Hosted here on a port that the system picks, so that no other process can take it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         children = []
         for rank in range(ranks):
             environment = {
@@ -137,7 +133,8 @@ def on_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., li
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "OMP_NUM_THREADS": "1",
             }
             command = [

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,9 @@ if __name__ == "__main__":
         print(error, file=sys.stderr)
         sys.exit(2)
 """
+
+DEADLINE = 400.0
+"""Seconds that a submitted job may take on a loaded machine."""
 
 Poll = Callable[[Callable[[], Any], str], Any]
 
@@ -138,58 +140,74 @@ def ray_spec(make_spec: Callable[..., RunSpec]) -> Callable[..., RunSpec]:
     return make
 
 
-LONG = {"max_steps": 400, "warmup_steps": 2, "precision": "fp32", "evaluate_sequences": 2}
+LONG = {"max_steps": 150, "warmup_steps": 2, "precision": "fp32", "evaluate_sequences": 2}
 
 
-def digests(rows: list[dict[str, Any]]) -> list[int]:
-    return [row["digest"] for row in rows]
+def in_peace(spec: str) -> dict[str, Any]:
+    """The outcome of the same run on the same ranks, without Ray and without harm."""
+    from msa_workloads.progress import Silent
+    from msa_workloads.train import run
+
+    return run(RunSpec.from_json(spec), Silent())
 
 
-def test_a_killed_worker_and_a_killed_driver_change_nothing(
-    drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll
+def agrees(driver: Driver, peaceful: dict[str, Any]) -> None:
+    """The run read the same samples in the same order, to the same losses and quality."""
+    rows, expected = driver.rows(), peaceful["history"]
+    assert [row["step"] for row in rows] == list(range(1, len(expected) + 1))
+    assert [row["digest"] for row in rows] == [row["digest"] for row in expected]
+    assert [row["samples"] for row in rows] == [[2 * n, 2 * n + 2] for n in range(len(rows))]
+    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-6)
+    bits = [end["held_out"]["bits_per_byte"] for end in (driver.summary(), peaceful)]
+    assert bits[0] == pytest.approx(bits[1], rel=1e-6)
+
+
+def test_a_killed_worker_changes_nothing(
+    drive: Callable[..., Driver],
+    ray_spec: Callable[..., RunSpec],
+    on_ranks: Callable[..., Any],
+    poll: Poll,
 ) -> None:
-    """One run loses a worker, then everything, and is resumed; another runs in peace."""
     spec = ray_spec("hurt", training=LONG, checkpoint={"every_steps": 10})
     driver = drive(spec)
     driver.reaches(25, poll)
-    victim = driver.workers()[1]
-    before = len(driver.rows())
-    victim.kill()
-    poll(lambda: "resumed from the checkpoint of step" in driver.text, "Ray's restart")
-    driver.reaches(before + 25, poll)
+    driver.workers()[1].kill()
+    assert driver.ends(poll) == 0, driver.text
+    assert "resumed from the checkpoint of step" in driver.text
+    assert driver.summary()["restarts"] == 1
+    assert (Path(spec.output) / "logs" / "rank-1.log").exists()
+    assert not (driver.scratch.parent / ".ray").exists(), "no token in the home folder"
+    assert not list(driver.scratch.glob("msa-ray-*"))
+    peace = ray_spec("peace", training=LONG, checkpoint={"every_steps": 200})
+    agrees(driver, on_ranks(in_peace, 2, spec=peace.to_json())[0])
+
+
+def test_a_killed_driver_is_resumed_and_changes_nothing(
+    drive: Callable[..., Driver],
+    ray_spec: Callable[..., RunSpec],
+    on_ranks: Callable[..., Any],
+    poll: Poll,
+) -> None:
+    spec = ray_spec("hurt", training=LONG, checkpoint={"every_steps": 10})
+    driver = drive(spec)
+    driver.reaches(25, poll)
     family = driver.process.children(recursive=True)
     driver.process.kill()
     poll(lambda: not any(p.is_running() for p in family), "Ray ends when its driver is killed")
-    killed_at = len(driver.rows())
-    assert killed_at < 400
-
+    assert len(driver.rows()) < LONG["max_steps"]
     refused = drive(spec)
     assert refused.ends(poll) == 1
     assert "already holds a checkpoint of step" in refused.text
     again = drive(spec, "--resume")
     assert again.ends(poll) == 0, again.text
-    peace = drive(ray_spec("peace", training=LONG, checkpoint={"every_steps": 200}))
-    assert peace.ends(poll) == 0, peace.text
-
-    rows, expected = again.rows(), peace.rows()
-    assert [row["step"] for row in rows] == list(range(1, 401))
-    assert digests(rows) == digests(expected)
-    assert [row["samples"] for row in rows] == [[2 * n, 2 * n + 2] for n in range(400)]
-    assert [r["loss"] for r in rows] == pytest.approx([r["loss"] for r in expected], rel=1e-6)
-    hurt, whole = again.summary(), peace.summary()
-    assert hurt["held_out"]["bits_per_byte"] == pytest.approx(whole["held_out"]["bits_per_byte"])
-    assert whole["restarts"] == 0
-    assert whole["ranks"] == 2
-    assert (Path(spec.output) / "logs" / "rank-1.log").exists()
-    assert not (peace.scratch.parent / ".ray").exists(), "no token in the home folder"
-    # The killed driver could not clean up; the others left nothing.
-    assert len(list(peace.scratch.glob("msa-ray-*"))) <= 1
+    assert again.summary()["resumed_from_step"] >= 10
+    peace = ray_spec("peace", training=LONG, checkpoint={"every_steps": 200})
+    agrees(again, on_ranks(in_peace, 2, spec=peace.to_json())[0])
 
 
-def test_a_restart_by_ray_is_counted_and_bounded(
+def test_with_another_owner_of_recovery_ray_restarts_nothing(
     drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll
 ) -> None:
-    """With the operator as the owner of recovery, Ray restarts nothing: a kill ends the run."""
     spec = ray_spec("owned", training=LONG, recovery={"owner": "operator"})
     driver = drive(spec)
     driver.reaches(3, poll)
@@ -313,13 +331,19 @@ def test_a_submitted_job_trains_to_the_same_losses(
     script, file = tmp_path / "driver.py", tmp_path / "submitted.json"
     script.write_text(DRIVER)
     file.write_text(submitted.to_json())
-    job = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("ray")), "job", "submit", "--",
-            sys.executable, str(script), str(file),
-        ],
-        env=cluster, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    command = [
+        str(Path(sys.executable).with_name("ray")), "job", "submit", "--",
+        sys.executable, str(script), str(file),
+    ]  # fmt: skip
+
+    def submit() -> subprocess.CompletedProcess[str] | None:
+        job = subprocess.run(
+            command, env=cluster, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+        # The dashboard answers before the agent that starts jobs does.
+        return None if "No available agent to submit job" in job.stderr else job
+
+    job = poll(submit, "the cluster takes jobs")
     assert job.returncode == 0, job.stdout + job.stderr
     assert "tiny: finished" in job.stdout
     losses = [
@@ -327,4 +351,3 @@ def test_a_submitted_job_trains_to_the_same_losses(
         for spec in (local, submitted)
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-    assert replace(local, output="") != submitted
