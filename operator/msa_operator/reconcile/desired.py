@@ -207,7 +207,7 @@ def _check_patched(template: Any, size: pods.WorkerSize) -> None:
     first = (spec.get("containers") or [{}])[0].get("name")
     if first != "ray-worker":
         problems.append(Problem(
-            f"{at}.containers", f"found {first} first", "ray-worker first: KubeRay starts Ray there"
+            f"{at}.containers", f"found {first} first", "ray-worker: Ray starts in the first"
         ))  # fmt: skip
     resources = _container(template).get("resources") or {}
     limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
@@ -240,7 +240,7 @@ def _hugepages(at: str, limits: Any, requests: Any) -> list[Problem]:
         if size % HUGEPAGE:
             pages = max(1, math.ceil(size / HUGEPAGE))
             problems.append(Problem(
-                f"{at}.{part}.{name}", f"found {found}", "must be multiple of 2Mi", f"{pages * 2}Mi"
+                f"{at}.{part}.{name}", fX
             ))  # fmt: skip
     if not {"cpu", "memory"} & {*limits, *requests}:
         problems.append(Problem(at, "huge pages alone", "HugePages require cpu or memory"))
