@@ -39,7 +39,7 @@ class ReturnCapacity:
 
 @dataclass(frozen=True)
 class CreateCluster:
-    """Create ConfigMap, NetworkPolicy and RayCluster under this name; what exists is left alone."""
+    """Create ConfigMap, NetworkPolicy and RayCluster of this name; what exists is left alone."""
 
     name: str
 

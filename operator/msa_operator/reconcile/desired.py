@@ -240,7 +240,8 @@ def _hugepages(at: str, limits: Any, requests: Any) -> list[Problem]:
         if size % HUGEPAGE:
             pages = max(1, math.ceil(size / HUGEPAGE))
             problems.append(Problem(
-                f"{at}.{part}.{name}", fX
+                f"{at}.{part}.{name}", f"found {found}",
+                "must be multiple of 2Mi", f"{pages * 2}Mi",
             ))  # fmt: skip
     if not {"cpu", "memory"} & {*limits, *requests}:
         problems.append(Problem(at, "huge pages alone", "HugePages require cpu or memory"))

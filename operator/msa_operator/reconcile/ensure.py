@@ -131,8 +131,7 @@ def _deleted(s: State) -> Iterator[Action]:
     waited = s.age(s.job.deleted)
     if waited >= RETURN_S:
         left = [*(c.name for c in s.ours), *s.capacity.held]
-        yield from _delete(s.ours)
-        yield RemoveFinalizer()
+        yield RemoveFinalizer()  # first: an action that fails ends the round
         if left:
             yield RecordEvent("Warning", "NotReturned",
                               f"given up after {RETURN_S:.0f} s: {', '.join(left)}")  # fmt: skip
