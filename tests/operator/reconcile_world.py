@@ -103,14 +103,8 @@ def observe(w: World) -> seen.State:
     """What the operator would see."""
     ray = w.ray
     pods: list[seen.Pod] = []
-    if ray is not None and not ray.deleting:
-        pods.append(seen.Pod(name="head", uid=f"{ray.uid}-h{ray.head}", head=True, ready=ray.up
-                             or ray.lost))  # fmt: skip
-        for n in range(ray.workers):
-            lost = ray.lost and n == 0
-            uid = f"{ray.uid}-w{n}-{ray.worker if n == 0 else 0}"
-            pods.append(seen.Pod(name=f"w{n}", uid=uid, head=False, ready=ray.up, node=f"n{n}",
-                                 node_lost=lost))  # fmt: skip
+    for c in w.clusters:
+        pods += _pods(c)
     api = ray is not None and w.api and (ray.up or ray.lost) and not ray.deleting
     subs = ray.subs if ray is not None and api else ()
     last = subs[-1] if subs else None
@@ -134,13 +128,24 @@ def observe(w: World) -> seen.State:
     )  # fmt: skip
 
 
+def _pods(c: Ray) -> list[seen.Pod]:
+    of = {"cluster": c.name, "deleting": c.deleting}
+    head = seen.Pod(name="head", uid=f"{c.uid}-h{c.head}", head=True, ready=c.up or c.lost, **of)
+    workers = []
+    for n in range(max(c.workers, int(c.lost))):
+        uid = f"{c.uid}-w{n}-{c.worker if n == 0 else 0}"
+        workers.append(seen.Pod(name=f"w{n}", uid=uid, head=False, ready=c.up, node=f"n{n}",
+                                node_lost=c.lost and n == 0, **of))  # fmt: skip
+    return [head, *workers]
+
+
 def apply(w: World, action: Action) -> World:
     """One write, as the API server or Ray would take it."""
     match action:
         case PersistIntent(intent):
             return replace(w, intent=intent)
         case AddFinalizer():
-            return w if w.deleted is not None else replace(w, finalizer=True)
+            return replace(w, finalizer=True)
         case RemoveFinalizer():
             return _collect(replace(w, finalizer=False))
         case PrepareCapacity():
@@ -155,7 +160,7 @@ def apply(w: World, action: Action) -> World:
             made = Ray(name=name, uid=f"u{w.serial}")
             return replace(w, clusters=(*w.clusters, made), serial=w.serial + 1)
         case DeleteCluster(name, uid):
-            return _each(w, lambda c: replace(c, deleting=True, up=False, lost=False, subs=())
+            return _each(w, lambda c: replace(c, deleting=True)
                          if (c.name, c.uid) == (name, uid) else c)  # fmt: skip
         case ReleaseWorkers(_, uid):
             return _each(w, lambda c: replace(c, workers=0) if c.uid == uid else c)
@@ -198,7 +203,9 @@ def _on_run(w: World, change: Callable[[Sub], Sub]) -> World:
 
 EVENTS: dict[str, Callable[[World], World]] = {
     "up": lambda w: _each(w, lambda c: c if c.deleting or c.lost else replace(c, up=True)),
-    "collected": lambda w: replace(w, clusters=tuple(c for c in w.clusters if not c.deleting)),
+    "collected": lambda w: replace(
+        w, clusters=tuple(c for c in w.clusters if not c.deleting or c.lost)
+    ),
     "step": lambda w: _on_run(w, lambda s: replace(s, step=min(3, s.step + 1), stepped=w.now)),
     "checkpoint": lambda w: _on_run(w, lambda s: replace(s, checkpoint=s.step)),
     "drained": lambda w: _on_run(
@@ -216,14 +223,21 @@ EVENTS: dict[str, Callable[[World], World]] = {
 }
 
 
+def act(w: World, actions: tuple[Action, ...], read: World) -> World:
+    """Carry out what was decided from ``read``; the first refusal ends the round."""
+    for action in actions:
+        edited = (w.suspend, w.deleted) != (read.suspend, read.deleted)
+        conflict = isinstance(action, PersistIntent) and edited
+        if w.gone or conflict or (isinstance(action, AddFinalizer) and w.deleted is not None):
+            break
+        w = apply(w, action)
+    return w
+
+
 def reconcile(w: World, stop_after: int | None = None) -> tuple[World, Decision]:
     """One round; with ``stop_after`` the operator dies after that many writes of it."""
     decision = decide(observe(w))
-    for action in decision.actions[:stop_after]:
-        w = apply(w, action)
-        if w.gone:
-            break
-    return w, decision
+    return act(w, decision.actions[:stop_after], w), decision
 
 
 def key(w: World) -> Any:

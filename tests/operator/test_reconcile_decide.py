@@ -26,6 +26,7 @@ from reconcile_world import (
     SPECS,
     TICK_S,
     World,
+    act,
     apply,
     cooperate,
     key,
@@ -57,7 +58,7 @@ def check(before: World, after: World, decision: Decision) -> None:
 
 
 def explore(start: World, most: int) -> dict[object, World]:
-    """Worlds reached by any events and rounds, whole or with the operator dying in them."""
+    """Worlds reached by events and rounds: whole, cut short by a crash, or acting on old news."""
     found = {key(start): start}
     queue = deque([start])
     while queue and len(found) < most:
@@ -78,7 +79,11 @@ def successors(w: World):
         check(w, part, decision)
         yield part
     for event in EVENTS.values():
-        yield event(w)
+        now = event(w)
+        yield now
+        late = act(now, decision.actions, w)  # it happened between the look and the writes
+        check(w, late, decision)
+        yield late
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def _capacity_ready(s: State) -> Found:
     placed = sum(1 for p in s.workers if p.node)
     if cluster is not None and wanted and placed >= wanted:
         return "True", "NodesReady", f"{placed}/{wanted} workers have a node"
-    why = next((p.message for p in s.pods if p.message), s.capacity.message)
+    why = next((p.message for p in s.members if p.message), s.capacity.message)
     return "False", "Waiting", f"{placed}/{wanted} workers have a node{': ' + why if why else ''}"
 
 

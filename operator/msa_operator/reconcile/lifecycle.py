@@ -112,7 +112,7 @@ def _head_lost(s: State) -> bool:
 
 
 def _node_lost(s: State) -> bool:
-    return any(p.node_lost for p in s.pods)
+    return any(p.node_lost for p in s.members)
 
 
 def _worker_lost(s: State) -> bool:
@@ -225,7 +225,7 @@ def _no_capacity(s: State) -> Intent:
     if s.intent.attempts and s.intent.losses_tried < len(s.job.spec.failure.on_node_loss):
         used = replace(s.intent, losses_tried=s.intent.losses_tried + 1)
         return _node_policy(replace(s, intent=used), text)
-    why = next((p.message for p in s.pods if p.message), s.capacity.message)
+    why = next((p.message for p in s.members if p.message), s.capacity.message)
     return enter(
         s, "Failed", "CapacityTimeout",
         f"{text}{': ' + why if why else ''}; allow more instance types or a longer deadline",
@@ -256,7 +256,7 @@ def _go(phase: Phase, reason: str, message: str = "", **changes: object):
 
 _ACTIVE = "deadlines.active has passed; a longer one and a new job go on from the checkpoint"
 _NODE = _lost("NodeLost", lambda s: "node lost: " + ", ".join(
-    sorted({p.node for p in s.pods if p.node_lost})))  # fmt: skip
+    sorted({p.node for p in s.members if p.node_lost})))  # fmt: skip
 _HEAD = _lost("HeadLost", lambda s: "the head is another pod or was restarted")
 _WORKER = _lost("WorkerLost", lambda s: "a worker is gone or was restarted")
 _FAILED = _lost("TrainingFailed", lambda s: s.submission.message if s.submission else "")

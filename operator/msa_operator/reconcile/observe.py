@@ -64,10 +64,11 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """A pod of the job's cluster."""
+    """A pod of one of the job's clusters, by the name that its label gives."""
 
     name: str
     uid: str
+    cluster: str
     head: bool
     phase: Literal["Pending", "Running", "Succeeded", "Failed"] = "Running"
     ready: bool = True
@@ -136,7 +137,7 @@ class State:
     planning: Planning = field(default_factory=Planning)
     clusters: tuple[Cluster, ...] = ()
     pods: tuple[Pod, ...] = ()
-    """Of the cluster that is intended."""
+    """Of every cluster of the job: an old one's may be stuck on a lost node."""
     api: JobsApi = field(default_factory=JobsApi)
     progress: Progress | None = None
     capacity: Capacity = field(default_factory=Capacity)
@@ -162,13 +163,18 @@ class State:
         return any(c.name == self.intent.cluster and not c.ours for c in self.clusters)
 
     @property
+    def members(self) -> tuple[Pod, ...]:
+        """Pods of the intended cluster."""
+        return tuple(p for p in self.pods if p.cluster == self.intent.cluster)
+
+    @property
     def head(self) -> Pod | None:
         """The head, unless it is ending."""
-        return next((p for p in self.pods if p.head and _alive(p)), None)
+        return next((p for p in self.members if p.head and _alive(p)), None)
 
     @property
     def workers(self) -> tuple[Pod, ...]:
-        return tuple(p for p in self.pods if not p.head and _alive(p))
+        return tuple(p for p in self.members if not p.head and _alive(p))
 
     @property
     def complete(self) -> bool:
