@@ -357,3 +357,83 @@ def test_time_that_jumps_back_harms_nothing():
 
 def test_suspended_specs_differ_in_nothing_else():
     assert SPECS[True].model_copy(update={"suspend": False}) == SPECS[False]
+
+
+def recovering(w: World) -> World:
+    """A worker was lost under a submission that still runs, and the backoff is over."""
+    w = EVENTS["worker lost"](w)
+    w, _ = reconcile(w, 1)
+    assert w.intent.phase == "Recovering" and len(w.live) == 1
+    return replace(w, now=w.intent.retry_at)
+
+
+def test_the_next_attempt_waits_until_the_last_one_is_over():
+    w = recovering(running())
+    assert decide(observe(w)).phase == "Recovering"
+    w, _ = reconcile(w)
+    assert not w.live and decide(observe(w)).phase == "Starting"
+
+
+def test_what_runs_is_stopped_before_anything_is_submitted():
+    w = recovering(running())
+    stopped, _ = reconcile(w)
+    begun = decide(observe(stopped)).intent
+    other = decide(observe(replace(w, intent=begun)))
+    assert [type(a).__name__ for a in other.actions] == ["StopSubmission"]
+
+
+def test_a_cluster_is_not_replaced_while_nothing_can_be_rendered():
+    w, _ = reconcile(EVENTS["head lost"](running()))
+    state = observe(replace(EVENTS["collected"](w), now=w.now + 99))
+    assert decide(state).phase == "Provisioning"
+    without = replace(state, planning=replace(state.planning, content="", refused="why"))
+    assert decide(without).phase == "Recovering" and decide(without).requeue_after
+
+
+def test_an_untouched_spec_is_not_called_edited():
+    assert conditions(running())["Planned"][:2] == ("True", "Planned")
+
+
+def test_time_that_nodes_are_held_never_shrinks():
+    w, _ = reconcile(World())
+    w, _ = reconcile(replace(w, suspend=True, now=w.now - 500))
+    assert (w.intent.phase, w.intent.active_used) == ("Suspended", 0.0)
+
+
+def test_a_deadline_while_running_drains_and_fails():
+    w = running()
+    w = replace(w, now=w.now + 2401)
+    w = EVENTS["step"](EVENTS["api"](EVENTS["api"](w)))
+    w, decision = reconcile(w)
+    assert (decision.phase, decision.intent.reason) == ("Draining", "DeadlineExceeded")
+    w = EVENTS["drained"](w)
+    for _ in range(2):
+        w, _ = reconcile(w)
+    assert (w.intent.phase, w.intent.reason) == ("Failed", "DeadlineExceeded")
+    assert w.intent.attempts[-1].reason == "DeadlineExceeded"
+
+
+def test_a_failed_job_keeps_its_head_and_frees_its_workers():
+    w = running()
+    for _ in range(2):
+        w = EVENTS["fail"](w)
+        for _ in range(4):
+            w, _ = reconcile(w)
+            w = replace(cooperate(w, last_step=99), now=w.now + 15)
+    assert w.intent.phase == "Failed" and "maxRestarts" in w.intent.message
+    assert [c.workers for c in w.clusters] == [0]
+    w, _ = reconcile(replace(w, now=w.now + 181))
+    for _ in range(3):
+        w, _ = reconcile(EVENTS["collected"](w))
+    assert not w.clusters and not w.finalizer and not w.gone
+    assert reconcile(replace(w, now=w.now + 601))[0].gone
+
+
+def test_a_queue_holds_a_job_without_a_deadline():
+    w, _ = reconcile(World())
+    state = observe(replace(w, now=w.now + 9_000))
+    held = replace(state, intent=replace(state.intent, phase="Queued", since_active=None),
+                   clusters=tuple(replace(c, suspended=True) for c in state.clusters))  # fmt: skip
+    assert decide(held).phase == "Queued" and decide(held).requeue_after
+    free = decide(replace(held, clusters=state.clusters))
+    assert (free.phase, free.intent.since) == ("Provisioning", state.now)
