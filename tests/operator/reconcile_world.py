@@ -65,6 +65,8 @@ class Ray:
     name: str
     uid: str
     up: bool = False
+    """Head and all workers are ready."""
+    head_up: bool = False
     deleting: bool = False
     lost: bool = False
     head: int = 0
@@ -105,7 +107,7 @@ def observe(w: World) -> seen.State:
     pods: list[seen.Pod] = []
     for c in w.clusters:
         pods += _pods(c)
-    api = ray is not None and w.api and (ray.up or ray.lost) and not ray.deleting
+    api = ray is not None and w.api and ray.head_up and not ray.deleting
     subs = ray.subs if ray is not None and api else ()
     last = subs[-1] if subs else None
     return seen.State(
@@ -130,7 +132,7 @@ def observe(w: World) -> seen.State:
 
 def _pods(c: Ray) -> list[seen.Pod]:
     of = {"cluster": c.name, "deleting": c.deleting}
-    head = seen.Pod(name="head", uid=f"{c.uid}-h{c.head}", head=True, ready=c.up or c.lost, **of)
+    head = seen.Pod(name="head", uid=f"{c.uid}-h{c.head}", head=True, ready=c.head_up, **of)
     workers = []
     for n in range(max(c.workers, int(c.lost))):
         uid = f"{c.uid}-w{n}-{c.worker if n == 0 else 0}"
@@ -202,7 +204,9 @@ def _on_run(w: World, change: Callable[[Sub], Sub]) -> World:
 
 
 EVENTS: dict[str, Callable[[World], World]] = {
-    "up": lambda w: _each(w, lambda c: c if c.deleting or c.lost else replace(c, up=True)),
+    "up": lambda w: _each(
+        w, lambda c: c if c.deleting or c.lost else replace(c, up=True, head_up=True)
+    ),
     "collected": lambda w: replace(
         w, clusters=tuple(c for c in w.clusters if not c.deleting or c.lost)
     ),
@@ -257,7 +261,7 @@ def key(w: World) -> Any:
         attempt and ray and (attempt.head == f"{ray.uid}-h{ray.head}/0", attempt.from_step,
                              attempt.submission_id in [s.id for s in ray.subs]),
         attempt and observe(w).workers and seen.gang(observe(w).workers) == attempt.workers,
-        tuple((c.name == i.cluster, c.up, c.deleting, c.lost, c.workers, tuple(
+        tuple((c.name == i.cluster, c.up, c.head_up, c.deleting, c.lost, c.workers, tuple(
             (s.status, s.step, s.checkpoint, age(s.stepped), s.asked, s.drained)
             for s in c.subs[-1:])) for c in w.clusters),
     )  # fmt: skip

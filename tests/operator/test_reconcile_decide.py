@@ -437,3 +437,42 @@ def test_a_queue_holds_a_job_without_a_deadline():
     assert decide(held).phase == "Queued" and decide(held).requeue_after
     free = decide(replace(held, clusters=state.clusters))
     assert (free.phase, free.intent.since) == ("Provisioning", state.now)
+
+
+def test_node_loss_is_worked_through_in_the_jobs_order():
+    """Waits for a node, goes on with fewer, fails; a run that steps again starts over."""
+    w = EVENTS["node lost"](running(fewer=1))
+    w, decision = reconcile(w)
+    assert (decision.phase, decision.intent.losses_tried) == ("Recovering", 0)
+    w, decision = reconcile(replace(w, now=w.now + 15))
+    assert decision.phase == "Provisioning" and decision.intent.cluster == w.clusters[0].name
+    w, decision = reconcile(replace(w, now=w.now + 361))
+    assert (decision.phase, decision.intent.reason) == ("Recovering", "Replan")
+    assert (decision.intent.machines, decision.intent.losses_tried) == (1, 1)
+    assert decision.requeue_after == 0
+    for _ in range(3):
+        w, decision = reconcile(replace(EVENTS["collected"](w), now=w.now + 15))
+    assert (decision.phase, decision.intent.epoch) == ("Provisioning", 2)
+    failed, _ = reconcile(replace(w, now=w.now + 361))
+    assert failed.intent.phase == "Failed" and "nothing left" in failed.intent.message
+    for _ in range(3):
+        w, decision = reconcile(cooperate(w, last_step=99))
+    assert (decision.phase, decision.intent.losses_tried) == ("Running", 0)
+
+
+def test_a_head_that_cannot_be_reached_is_given_time_and_then_replaced():
+    w = EVENTS["api"](running())
+    assert decide(observe(replace(w, now=w.now + 299))).phase == "Running"
+    decision = decide(observe(replace(w, now=w.now + 300)))
+    assert (decision.phase, decision.intent.reason) == ("Recovering", "HeadLost")
+    assert decision.intent.replace
+
+
+def test_a_submission_that_is_never_taken_is_retried_on_another_cluster():
+    w, _ = reconcile(World())
+    w = EVENTS["api"](EVENTS["up"](w))
+    w, decision = reconcile(w)
+    assert decision.phase == "Starting" and not w.live
+    w, decision = reconcile(replace(w, now=w.now + 300))
+    assert (decision.phase, decision.intent.reason) == ("Recovering", "SubmissionFailed")
+    assert decision.intent.replace and w.clusters[0].deleting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from operator_jobs import GPU, job
 
 UID = "6f1d2c3b-0000-4000-8000-000000000001"
 INSTALLED = Settings(image="example.org/worker:1", ray_version="2.60.0")
+GOLDEN = Path(__file__).parent / "golden"
 HOST = local(cpus=4, memory_mib=32_000)
 TWO = {**GPU, "spec.hardware.accelerators": {"min": 16, "max": 16}}
 ONE = {**GPU, "spec.hardware.accelerators": {"min": 8, "max": 8}}
@@ -250,3 +252,12 @@ def test_merging_is_repeatable_and_leaves_its_inputs_alone(base, change):
     once = patch.merge(base, change)
     assert patch.merge(once, change) == once
     assert json.dumps([base, change]) == before
+
+
+@pytest.mark.parametrize(("name", "changes"), [("cpu", None), ("efa", TWO)])
+def test_the_rendering_is_the_one_that_was_read(name, changes):
+    """A change here gives every new job another hash: read the difference, then record it anew."""
+    made = rendered(changes)
+    spec = made.children("small-6f1d2-00000000")[-1]
+    text = json.dumps(spec, indent=1, sort_keys=True) + "\n"
+    assert text == (GOLDEN / f"raycluster-{name}.json").read_text()
