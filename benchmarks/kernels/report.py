@@ -58,8 +58,8 @@ def table(run: dict, rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], sequence: int, path: Path) -> None:
-    """Time of forward and backward by pattern, at one length."""
-    chosen = [row for row in rows if row["sequence"] == sequence]
+    """Forward and backward by pattern, at one length; rows with a note stand in the table only."""
+    chosen = [row for row in rows if row["sequence"] == sequence and "note" not in row]
     patterns = list(dict.fromkeys(row["pattern"] for row in chosen))
     names = list(dict.fromkeys(row["implementation"] for row in chosen))
     figure, axes = plt.subplots(figsize=(9, 4))
