@@ -190,6 +190,15 @@ def test_what_no_cluster_could_run_is_refused():
     assert refused({"spec.queue": {"name": "q" * 64}}) == [("spec.queue.name", "")]
 
 
+def test_checkpoints_that_other_pods_cannot_see_are_refused():
+    local_ = {"spec.checkpoint.uri": "file:///ckpt/a"}
+    assert refused(local_) == [("spec.checkpoint.uri", "")]
+    rendered({**local_, "spec.hardware.workers": 1})
+    claim = {"persistentVolumeClaim": {"claimName": "c"}}
+    volume = {"name": "ckpt", "mountPath": "/ckpt", "source": claim}
+    rendered({**local_, "spec.pod": {"volumes": [volume]}})
+
+
 def test_the_queue_is_a_label_of_the_cluster():
     made = rendered({"spec.queue": {"name": "research"}}).children("c")[-1]
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"

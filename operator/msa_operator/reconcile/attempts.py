@@ -9,7 +9,7 @@ from msa_operator.reconcile.intent import ATTEMPTS_KEPT, Attempt, Intent
 
 Reason = Literal[
     "SubmissionFailed", "TrainingFailed", "HeadLost", "NodeLost", "WorkerLost", "Hang",
-    "StartTimeout", "DeadlineExceeded", "Suspended", "Deleted", "Succeeded",
+    "StartTimeout", "DeadlineExceeded", "Suspended", "Succeeded",
 ]  # fmt: skip
 
 WINDOW_H = 24
@@ -43,7 +43,6 @@ KINDS: dict[Reason, Kind] = {
     "StartTimeout": Kind(True, True, True, "nodes were ready and no step came"),
     "DeadlineExceeded": Kind(False, False, False, "the job's own limit on time"),
     "Suspended": Kind(False, True, True, "asked for; nodes are given back"),
-    "Deleted": Kind(False, False, False, "asked for"),
     "Succeeded": Kind(False, False, False, "all steps are trained"),
 }
 

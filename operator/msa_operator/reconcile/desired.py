@@ -19,7 +19,7 @@ from msa_operator.api.problems import JobError, Problem
 from msa_operator.planner.hardware import GIB
 from msa_operator.planner.request import Plan
 from msa_operator.reconcile import names, patch, pods
-from msa_operator.reconcile.pods import CONTROL_PORT, EFA, GPU, RUNSPEC_FOLDER, Settings
+from msa_operator.reconcile.pods import CONTROL_PORT, EFA, GPU, Settings
 
 RUNSPEC = "runspec.json"
 JOB = "job.json"
@@ -97,6 +97,7 @@ def render(
         raise ValueError(f"the operator restarts attempts, the RunSpec says {run.recovery.owner}")
     size = pods.worker_size(job, plan, settings)
     _check_network(job, plan, size)
+    _check_checkpoints(job, run, size)
     marks = names.labels(owner.name, owner.uid)
     labels = {**marks, **_queue(job)}
     template = patch.merge(
@@ -178,6 +179,20 @@ def _check_network(job: LongContextJob, plan: Plan, size: pods.WorkerSize) -> No
         ))  # fmt: skip
     if problems:
         raise JobError(problems)
+
+
+def _check_checkpoints(job: LongContextJob, run: RunSpec, size: pods.WorkerSize) -> None:
+    """Refuse checkpoints that each of several pods would write where no other sees them."""
+    uri = run.checkpoint.uri
+    if size.pods == 1 or not uri.startswith("file://"):
+        return
+    folder = f"{uri.removeprefix('file://').rstrip('/')}/"
+    mounts = [f"{v.mount_path.rstrip('/')}/" for v in job.spec.pod.volumes]
+    if not any(folder.startswith(mount) for mount in mounts):
+        raise JobError([Problem(
+            "spec.checkpoint.uri", f"{uri} lies in each pod alone, and the plan has {size.pods}",
+            "s3:// or a folder on a volume of pod.volumes that all pods share",
+        )])  # fmt: skip
 
 
 def _container(template: Any) -> Any:
@@ -280,8 +295,3 @@ def _namespace(name: str) -> dict[str, Any]:
 
 def _port(number: int) -> dict[str, Any]:
     return {"protocol": "TCP", "port": number}
-
-
-def runspec_path() -> str:
-    """Where the head's container finds the RunSpec."""
-    return f"{RUNSPEC_FOLDER}/{RUNSPEC}"
