@@ -160,8 +160,8 @@ def test_the_doors_without_ray(make_spec: Callable[..., RunSpec], tmp_path: Path
     alone = start("alone")
     assert alone.returncode == 0, alone.stderr
     assert "tiny: finished" in alone.stdout
-    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    torchrun += ["--master-port=0", "-m"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m"]
     pair = start("pair", *torchrun, mesh={"data_shard": 2}, sequence={"micro_batch": 1})
     assert pair.returncode == 0, pair.stderr
     for name in ("alone", "pair"):
