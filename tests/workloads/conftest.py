@@ -101,12 +101,18 @@ def poll() -> Callable[[Callable[[], Any], str], Any]:
     return wait
 
 
+# The result is what a rank is judged by: threads of PyTorch that are still joining when the
+# interpreter goes away have aborted a finished rank ("terminate called without an active
+# exception"), so it leaves without tearing them down.
 _CHILD = """
-import json, pickle, runpy, sys
+import json, os, pickle, runpy, sys
 path, function, arguments, result = sys.argv[1:]
 value = runpy.run_path(path)[function](**json.loads(arguments))
 with open(result, "wb") as file:
     pickle.dump(value, file)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
 """
 
 
