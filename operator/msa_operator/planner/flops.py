@@ -11,13 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from msa_kernels.pattern import (
-    BlockList,
     BlockTopK,
     Dense,
     Pattern,
     PerHead,
-    SinkWindow,
-    Window,
 )
 
 from msa_operator.planner.modelspec import ModelShape
@@ -48,34 +45,7 @@ def head_pairs(pattern: Pattern, length: int, kv_heads: int) -> float:
         return sum(groups) / kv_heads
     if isinstance(pattern, BlockTopK):
         return pattern.pairs_bound(length)
-    if isinstance(pattern, SinkWindow):
-        return _sink_window_pairs(pattern, length)
-    if isinstance(pattern, BlockList):
-        return _block_list_pairs(pattern, length)
     return pattern.pairs(length)
-
-
-def _sink_window_pairs(pattern: SinkWindow, length: int) -> int:
-    """:meth:`Pattern.pairs` in closed form: counting rows takes a minute at a million tokens."""
-    beyond = max(0, length - pattern.window)
-    sinks = min(pattern.sinks, beyond)
-    return Window(pattern.window).pairs(length) + sinks * beyond - sinks * (sinks - 1) // 2
-
-
-def _block_list_pairs(pattern: BlockList, length: int) -> int:
-    """:meth:`Pattern.pairs` block by block."""
-    size = pattern.block
-    total = 0
-    for q, keys in enumerate(pattern.rows):
-        rows = min(size, length - q * size)
-        if rows <= 0:
-            break
-        for k in keys:
-            if pattern.causal and k == q:
-                total += rows * (rows + 1) // 2
-            else:
-                total += rows * max(0, min(size, length - k * size))
-    return total
 
 
 def layer_pairs(
