@@ -97,7 +97,7 @@ def render(
         raise ValueError(f"the operator restarts attempts, the RunSpec says {run.recovery.owner}")
     size = pods.worker_size(job, plan, settings)
     _check_network(job, plan, size)
-    _check_checkpoints(job, run, size)
+    _check_checkpoints(job, run, size, settings)
     marks = names.labels(owner.name, owner.uid)
     labels = {**marks, **_queue(job)}
     template = patch.merge(
@@ -181,13 +181,17 @@ def _check_network(job: LongContextJob, plan: Plan, size: pods.WorkerSize) -> No
         raise JobError(problems)
 
 
-def _check_checkpoints(job: LongContextJob, run: RunSpec, size: pods.WorkerSize) -> None:
+def _check_checkpoints(
+    job: LongContextJob, run: RunSpec, size: pods.WorkerSize, settings: Settings
+) -> None:
     """Refuse checkpoints that each of several pods would write where no other sees them."""
     uri = run.checkpoint.uri
     if size.pods == 1 or not uri.startswith("file://"):
         return
     folder = f"{uri.removeprefix('file://').rstrip('/')}/"
     mounts = [f"{v.mount_path.rstrip('/')}/" for v in job.spec.pod.volumes]
+    if settings.checkpoint_claim and job.spec.checkpoint.uri is None:
+        mounts.append(f"{pods.CHECKPOINTS_FOLDER}/")
     if not any(folder.startswith(mount) for mount in mounts):
         raise JobError([Problem(
             "spec.checkpoint.uri", f"{uri} lies in each pod alone, and the plan has {size.pods}",

@@ -15,6 +15,8 @@ from msa_operator.planner.request import Plan
 GPU = "nvidia.com/gpu"
 EFA = "vpc.amazonaws.com/efa"
 RUNSPEC_FOLDER = "/etc/flash-msa"
+CHECKPOINTS_FOLDER = "/checkpoints"
+"""Where the default claim is mounted in jobs that name no folder of their own."""
 CONTROL_PORT = 8267
 """Progress and drain requests, on the head; 8265 and 8266 are Ray's."""
 
@@ -52,6 +54,8 @@ class Settings:
     """Memory that the cluster's daemonsets take of every node."""
     metrics_namespace: str = ""
     """Namespace that scrapes Ray's metrics; empty opens the port to nobody."""
+    checkpoint_claim: str = ""
+    """Claim in each job's namespace for checkpoints of jobs that name no folder."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,7 @@ def _template(
     *, requests: dict[str, str], limits: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
     pod = job.spec.pod
+    claim = settings.checkpoint_claim if job.spec.checkpoint.uri is None else ""
     spec: dict[str, Any] = {
         # A container that came back would have an empty store and look healthy.
         "restartPolicy": "Never",
@@ -173,6 +178,11 @@ def _template(
                 "name": "shared-mem",
                 "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory(memory))},
             },
+            *(
+                [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": claim}}]
+                if claim
+                else []
+            ),
             *({"name": v.name, **v.source} for v in pod.volumes),
         ],
         "containers": [
@@ -189,6 +199,7 @@ def _template(
                 "env": [_env(e) for e in pod.env],
                 "volumeMounts": [
                     {"name": "shared-mem", "mountPath": "/dev/shm"},
+                    *([{"name": "checkpoints", "mountPath": CHECKPOINTS_FOLDER}] if claim else []),
                     *(_mount(v) for v in pod.volumes),
                 ],
             }
