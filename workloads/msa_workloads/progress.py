@@ -57,6 +57,38 @@ class Sink(Protocol):
         ...
 
 
+class Control(Protocol):
+    """How a rank is watched and asked to stop; every rank has one. No method may block."""
+
+    def enters(self, step: int, doing: str) -> None:
+        """From now on the rank does ``doing`` for ``step``."""
+        ...
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of ``step`` is committed."""
+        ...
+
+    def stop_requested(self) -> bool:
+        """Whether to checkpoint and stop before the next step."""
+        ...
+
+
+class Alone:
+    """The control of a rank that nobody watches."""
+
+    def enters(self, step: int, doing: str) -> None:
+        """Nobody asks."""
+
+    def saved(self, step: int) -> None:
+        """Nobody asks."""
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+ALONE = Alone()
+
+
 class MetricsFile:
     """``metrics.jsonl`` in a folder."""
 

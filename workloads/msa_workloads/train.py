@@ -36,7 +36,7 @@ from msa_workloads.optimizer import (
 from msa_workloads.parallel.collective import on_rank_zero, sum_over_ranks
 from msa_workloads.parallel.fsdp import reduce_on_last
 from msa_workloads.parallel.mesh import World, build_mesh, check_supported, join_world
-from msa_workloads.progress import Sink, StepRow
+from msa_workloads.progress import ALONE, Control, Sink, StepRow
 from msa_workloads.runspec import RunSpec
 from msa_workloads.sources import open_source
 from msa_workloads.storage import open_store
@@ -62,11 +62,14 @@ class Data:
     held_out: HeldOut | None
 
 
-def run(spec: RunSpec, sink: Sink) -> dict[str, Any]:
+def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     """Train, checkpoint and evaluate; returns the outcome, the same on every rank.
 
-    ``sink`` is used on rank 0 only. Raises :class:`~msa_workloads.parallel.mesh.UnsupportedError`
-    for what this release cannot do, :class:`~msa_workloads.sources.DataError` for unreadable data,
+    ``sink`` is used on rank 0 only. When any rank's ``control`` asks to stop, all ranks stop
+    before the same step, after a checkpoint, and the outcome is ``drained``.
+
+    Raises :class:`~msa_workloads.parallel.mesh.UnsupportedError` for what this release cannot do,
+    :class:`~msa_workloads.sources.DataError` for unreadable data,
     :class:`~msa_workloads.checkpoint.CheckpointError`, and :class:`DivergedError`.
     """
     started = time.time()
@@ -102,14 +105,35 @@ def run(spec: RunSpec, sink: Sink) -> dict[str, Any]:
 
     saved_step = step if marker else -1
     elapsed = history[-1]["elapsed"] if history else 0.0
+    drained = False
+
+    def save() -> int:
+        control.enters(step, "saving a checkpoint")
+        checkpoints.save(
+            model, optimizer, step=step, next_sample=next_sample,
+            content_sha256=content["sha256"], history=history,
+        )  # fmt: skip
+        control.saved(step)
+        log.info("checkpoint of step %d committed", step)
+        return step
+
     with Prefetcher(loader, next_sample) as steps:
         while step < spec.training.max_steps:
             begun = time.perf_counter()
+            control.enters(step + 1, "reading data")
+            read = steps.next()
+            # The wish to stop travels with a sum that every step needs anyway, so that no rank
+            # stops at another step than its peers.
+            valid, digest, stop = sum_over_ranks(
+                read.valid, read.digest, int(control.stop_requested()), device=world.device
+            )
+            if stop:
+                drained = True
+                break
             step += 1
+            control.enters(step, "training")
             rate = learning_rate(step, spec.training)
             set_learning_rate(optimizer, rate)
-            read = steps.next()
-            valid, digest = sum_over_ranks(read.valid, read.digest, device=world.device)
             loss = train_step(model, read, int(valid), world)
             norm = clip_gradients(model, spec.training.clip_norm)
             if not math.isfinite(loss) or not math.isfinite(norm):
@@ -138,22 +162,23 @@ def run(spec: RunSpec, sink: Sink) -> dict[str, Any]:
             ).to_dict()
             next_sample += loader.per_step
             if data.held_out and _due(step, spec.training.evaluate_every):
+                control.enters(step, "evaluating")
                 row["held_out"] = evaluate(model, data.held_out, world)
             history.append(row)
             if world.rank == 0:
                 sink.add(row)
             if _due(step, spec.checkpoint.every_steps) or step == spec.training.max_steps:
-                checkpoints.save(
-                    model, optimizer, step=step, next_sample=next_sample,
-                    content_sha256=content["sha256"], history=history,
-                )  # fmt: skip
-                saved_step = step
-                log.info("checkpoint of step %d committed", step)
+                saved_step = save()
 
-    held_out = evaluate(model, data.held_out, world) if data.held_out else None
+    if drained and step > max(0, saved_step):
+        # Before the first step there is nothing that a new start would not make again.
+        saved_step = save()
+    control.enters(step, "evaluating")
+    held_out = evaluate(model, data.held_out, world) if data.held_out and not drained else None
     return on_rank_zero(
         lambda: {
             "steps": step,
+            "drained": drained,
             "samples": next_sample,
             "sequences_per_epoch": data.training.sequences,
             "resumed_from_step": marker.step if marker else None,
