@@ -42,6 +42,7 @@ def to_dict(plan: Plan, pattern: Any = None) -> dict[str, Any]:
             "step": plan.flops.model,
             "attentionShare": round(plan.flops.attention / plan.flops.model, 4),
             "recomputed": plan.flops.recompute_matrices + plan.flops.recompute_attention,
+            "peak": _peak(plan),
         },
         "density": round(plan.density, 6),
         "estimate": None,
@@ -60,6 +61,12 @@ def to_dict(plan: Plan, pattern: Any = None) -> dict[str, Any]:
         missing = THIS_VERSION.missing(plan.mesh, plan.memory, pattern)
         out["notYetRunnable"] = list(missing)
     return out
+
+
+def _peak(plan: Plan) -> float | None:
+    """FLOP/s of all ranks together by the data sheet; None where nothing is known."""
+    gpu = plan.machine.accelerator
+    return None if gpu is None else gpu.peak_tflops * 1e12 * plan.mesh.world_size
 
 
 def switches(plan: Plan) -> list[str]:
