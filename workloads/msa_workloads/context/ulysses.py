@@ -7,67 +7,14 @@ on the pattern.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
-from msa_kernels.pattern import Pattern, PerHead
 from torch import Tensor
 
 from msa_workloads.context.exchange import count
+from msa_workloads.heads import HeadsError, HeadSplit, valid_degrees
 
-
-class HeadsError(ValueError):
-    """Heads that cannot be split so; the message lists the valid degrees."""
-
-
-def valid_degrees(q_heads: int, kv_heads: int) -> list[int]:
-    """Numbers of ranks over which the heads split: each divides the query heads, and divides the
-    key/value heads or is a multiple of them."""
-    return [
-        n
-        for n in range(1, q_heads + 1)
-        if q_heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-    ]
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Heads over ``degree`` ranks; rank ``r`` has the ``r``-th equal share of the query heads.
-
-    Raises :class:`HeadsError` for degrees that do not split them.
-    """
-
-    q_heads: int
-    kv_heads: int
-    degree: int
-
-    def __post_init__(self) -> None:
-        valid = valid_degrees(self.q_heads, self.kv_heads)
-        if self.degree not in valid:
-            near = min(valid, key=lambda n: (abs(n - self.degree), n))
-            raise HeadsError(
-                f"{self.q_heads} query heads and {self.kv_heads} key/value heads do not split "
-                f"over {self.degree} ranks; valid: {', '.join(map(str, valid))}; nearest: {near}"
-            )
-
-    @property
-    def copies(self) -> int:
-        """Ranks that hold a copy of one key/value head: 1 while there are heads enough."""
-        return max(1, self.degree // self.kv_heads)
-
-    def groups(self, rank: int) -> range:
-        """The key/value heads that ``rank`` holds."""
-        if self.copies > 1:
-            head = rank // self.copies
-            return range(head, head + 1)
-        share = self.kv_heads // self.degree
-        return range(rank * share, (rank + 1) * share)
-
-    def pattern(self, pattern: Pattern, rank: int) -> Pattern:
-        """The pattern that the heads of ``rank`` have, counted from its own first head."""
-        mine = tuple(pattern.for_group(group) for group in self.groups(rank))
-        return mine[0] if len(set(mine)) == 1 else PerHead(mine)
+__all__ = ["HeadSplit", "HeadsError", "heads_to_sequence", "sequence_to_heads", "valid_degrees"]
 
 
 def sequence_to_heads(rows: Tensor, group: dist.ProcessGroup, copies: int = 1) -> Tensor:
