@@ -66,11 +66,19 @@ def _kubernetes(name: str, commands: tuple[str, ...], *, nodes: bool) -> Module:
 _SERVER = ("kube-apiserver", "kube-controller-manager", "kubectl")
 _NODE = ("kube-proxy", "kube-scheduler", "kubelet")
 _ETCD = "go.etcd.io/etcd/server/v3"
+_HELM = "helm.sh/helm/v4"
 _KUBERAY = "github.com/ray-project/kuberay/ray-operator"
 MODULES = (
     Module("etcd", {"etcd": _ETCD}, version_of=_ETCD, nodes=False),
     _kubernetes("kubernetes", _SERVER, nodes=False),
     _kubernetes("kubernetes-node", _NODE, nodes=True),
+    Module(
+        "helm",
+        {"helm": f"{_HELM}/cmd/helm"},
+        version_of=_HELM,
+        stamps=(f"{_HELM}/internal/version.version",),
+        nodes=False,
+    ),
     Module("pause", {"pause": "."}),
     Module("coredns", {"coredns": "."}, version_of="github.com/coredns/coredns"),
     Module("kuberay", {"kuberay-operator": _KUBERAY}, version_of=_KUBERAY, manifests="config"),
