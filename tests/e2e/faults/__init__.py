@@ -1,0 +1,1 @@
+"""What tests of the operator put around it: a proxy that does harm, a quick KubeRay."""
