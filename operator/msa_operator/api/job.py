@@ -19,6 +19,7 @@ from msa_operator.api.operations import (
     Cleanup,
     Deadlines,
     Failure,
+    Hang,
     Network,
 )
 from msa_operator.api.pattern import PatternField
@@ -294,6 +295,7 @@ class JobSpec(Model):
     network: Network = Field(default_factory=Network)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     failure: Failure = Field(default_factory=Failure)
+    hang: Hang = Field(default_factory=Hang)
     deadlines: Deadlines = Field(default_factory=Deadlines)
     pod: Pod = Field(default_factory=Pod)
     queue: Queue | None = None

@@ -90,6 +90,11 @@ class Failure(Model):
     )
 
 
+class Hang(Model):
+    step: Duration = "30m"
+    """A run without a step for this long is ended; its stacks lie beside the checkpoints."""
+
+
 class Deadlines(Model):
     capacity: Duration = "30m"
     """Longest wait for nodes."""

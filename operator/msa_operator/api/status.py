@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from msa_operator.api.schema import Choice, Each, Int, Model, Number, Rule, Text
+from msa_operator.api.fields import Switch
+from msa_operator.api.schema import Choice, Each, Int, Map, Model, Number, Rule, Text
 
 PHASES = (
     "Pending", "Planned", "Suspended", "Queued", "Provisioning", "Starting", "Running",
@@ -62,13 +63,52 @@ class PlanStatus(Model):
 class Attempt(Model):
     number: Count
     submission_id: Annotated[str, Text(128)] = ""
-    state: Annotated[str, Text(64)] = ""
+    state: Annotated[str, Choice(("Open", "Over"))] = "Open"
     reason: Annotated[str, Text(128)] = ""
     message: Annotated[str, Text(4096)] = ""
     started: Time | None = None
     ended: Time | None = None
     from_step: Count = 0
     to_step: Count = 0
+    checkpoint_step: Count = 0
+    head: Annotated[str, Text(128)] = ""
+    """Uid and restarts of the head that it runs on; with another one it is lost."""
+    workers: Annotated[str, Text(64)] = ""
+    """Digest of the same of all workers."""
+
+
+class Failures(Model):
+    hour: Count
+    """Since 1970."""
+    count: Count
+
+
+class Intent(Model):
+    """What was decided, so that an operator that dies anywhere goes on where it was."""
+
+    since: Time | None = None
+    """When the phase was entered."""
+    reason: Annotated[str, Text(128)] = ""
+    message: Line = ""
+    failures: Annotated[tuple[Failures, ...], Field(max_length=32)] = ()
+    """Failed attempts by the hour, for failure.maxRestarts."""
+    in_a_row: Count = 0
+    """Failed attempts since the last that wrote a checkpoint, for the wait before the next."""
+    retry_at: Time | None = None
+    replace: Switch = False
+    """The next attempt needs a new cluster."""
+    losses_tried: Count = 0
+    """Entries of failure.onNodeLoss that are used up."""
+    machines: Annotated[int | None, Int(1)] = None
+    """The most machines of the next plan, after a replan."""
+    after: Annotated[str, Choice(PHASES)] = "Suspended"
+    """What Draining ends in."""
+    active_seconds: Annotated[float, Number(0, 1e12)] = 0.0
+    """Time that nodes were held, up to activeSince."""
+    active_since: Time | None = None
+    ended: Time | None = None
+    accepted: Annotated[dict[str, str], Map(64, 64)] = Field(default_factory=dict)
+    """Hash of every part of the spec that the run was planned from."""
 
 
 class Progress(Model):
@@ -76,6 +116,8 @@ class Progress(Model):
     max_steps: Count = 0
     loss: Annotated[float | None, Number(-1e9, 1e9)] = None
     tokens_per_second: Count = 0
+    mfu: Annotated[float | None, Number(0, 10)] = None
+    """Model FLOP utilization, 0 to 1."""
     eta: Annotated[str, Text(32)] = ""
     checkpoint_step: Count = 0
     checkpoint_uri: Annotated[str, Text(1024)] = ""
@@ -108,6 +150,7 @@ class JobStatus(Model):
     conditions: Annotated[tuple[Condition, ...], Field(max_length=32)] = ()
     plan: PlanStatus | None = None
     attempts: Annotated[tuple[Attempt, ...], Field(max_length=64)] = ()
+    intent: Intent | None = None
     progress: Progress | None = None
     nodes: Nodes | None = None
     cost: Cost | None = None

@@ -97,8 +97,8 @@ def _ray_ready(s: State) -> Found:
 
 def _running(s: State) -> Found:
     if s.intent.phase == "Running":
-        step = s.run.step if s.run else (s.intent.attempts[-1].to_step)
-        return "True", "Stepping", f"attempt {s.intent.number}, step {step}"
+        # No step here: progress says it, and a condition is written far less often.
+        return "True", "Stepping", f"attempt {s.intent.number}"
     return "False", s.intent.phase, s.intent.message
 
 
@@ -114,10 +114,13 @@ def _checkpoint_fresh(s: State) -> Found:
     run, every = s.run, s.job.spec.checkpoint.every_steps
     if run is None or s.intent.phase not in ("Running", "Draining"):
         return "Unknown", "NotRunning", f"newest known: step {s.intent.checkpoint_step}"
-    behind = run.step - run.checkpoint_step
-    text = f"checkpoint of step {run.checkpoint_step}, {behind} steps behind"
-    # One interval is due, another is being written.
-    return ("True", "Fresh", text) if behind <= 2 * every else ("False", "Late", text)
+    # One interval is due, another is being written. progress says which step it is.
+    if run.step - run.checkpoint_step <= 2 * every:
+        return "True", "Fresh", f"at most {2 * every} steps would be repeated"
+    return "False", "Late", (
+        f"more than {2 * every} steps since the newest checkpoint: see that checkpoint.uri can be "
+        "written to and is fast enough"
+    )  # fmt: skip
 
 
 def _suspended(s: State) -> Found:

@@ -35,13 +35,16 @@ class Decision:
     """Seconds; None when only an event can bring news."""
 
 
-def decide(state: State) -> Decision:
-    """What to do now. Never raises for any state that can be observed."""
+def decide(state: State, poll: float = POLL_S) -> Decision:
+    """What to do now. Never raises for any state that can be observed.
+
+    ``poll`` is the longest time in seconds between two looks at what no event would tell.
+    """
     intent, events, again = _follow(state)
     now = replace(state, intent=intent)
     persisted = (PersistIntent(intent),) if intent != state.intent else ()
     todo = () if again else ensure.actions(now)
-    wait = 0.0 if again else _requeue(now)
+    wait = 0.0 if again else _requeue(now, poll)
     return Decision((*persisted, *todo, *events), conditions.of(now), intent.phase, intent, wait)
 
 
@@ -64,27 +67,27 @@ def _follow(state: State) -> tuple[Intent, tuple[RecordEvent, ...], bool]:
     return state.intent, tuple(events), False
 
 
-def _requeue(s: State) -> float | None:
+def _requeue(s: State, poll: float) -> float | None:
     """Seconds until time itself may change the decision."""
     if s.job.deleted is not None:
-        return POLL_S if s.job.finalizer else None
+        return poll if s.job.finalizer else None
     phase = s.intent.phase
     if phase in TERMINAL:
-        return _terminal(s)
+        return _terminal(s, poll)
     if phase == "Suspended":
-        return POLL_S if s.ours or s.capacity.held or s.job.finalizer else None
+        return poll if s.ours or s.capacity.held or s.job.finalizer else None
     if phase == "Pending":
         return REPLAN_S
     if phase == "Recovering" and s.now < s.intent.retry_at:
-        return min(POLL_S, s.intent.retry_at - s.now)
-    return POLL_S
+        return min(poll, s.intent.retry_at - s.now)
+    return poll
 
 
-def _terminal(s: State) -> float:
+def _terminal(s: State, poll: float) -> float:
     cleanup, age = s.job.spec.cleanup, s.age(s.intent.ended or s.intent.since)
-    left = max(POLL_S, values.seconds(cleanup.ttl) - age)
+    left = max(poll, values.seconds(cleanup.ttl) - age)
     if s.capacity.held or s.job.finalizer or s.live_submissions:
-        return POLL_S
+        return poll
     if s.ours:
-        return min(left, max(POLL_S, values.seconds(cleanup.after) - age))
+        return min(left, max(poll, values.seconds(cleanup.after) - age))
     return left

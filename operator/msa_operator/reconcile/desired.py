@@ -6,6 +6,7 @@ is ever changed: another rendering has another name.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from msa_operator.reconcile.pods import CONTROL_PORT, EFA, GPU, Settings
 
 RUNSPEC = "runspec.json"
 JOB = "job.json"
+RECORD = "cluster.json"
 CONFIG_BYTES = 1_000_000
 """A ConfigMap holds 1 MiB, its metadata included."""
 HUGEPAGE = 2 << 20
@@ -70,11 +72,19 @@ class Rendered:
             "policyTypes": ["Ingress"],
             "ingress": [_within(name), *self.ingress],
         }
+        data = {**self.config, RECORD: self._record()}
         return [
-            self._object("v1", "ConfigMap", name, {"immutable": True, "data": self.config}),
+            self._object("v1", "ConfigMap", name, {"immutable": True, "data": data}),
             self._object("networking.k8s.io/v1", "NetworkPolicy", name, {"spec": policy}),
             self._object("ray.io/v1", "RayCluster", name, {"spec": spec}),
         ]
+
+    def _record(self) -> str:
+        """What :func:`from_record` reads: another cluster for the same run is made from it."""
+        return json.dumps(
+            {"cluster": self.cluster, "ingress": self.ingress, "labels": self.labels},
+            sort_keys=True, separators=(",", ":"),
+        )  # fmt: skip
 
     def _object(self, version: str, kind: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         metadata = {
@@ -82,6 +92,22 @@ class Rendered:
             "ownerReferences": [self.owner.reference()],
         }  # fmt: skip
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
+
+
+def from_record(owner: Owner, data: Mapping[str, str]) -> Rendered:
+    """What was rendered when a ConfigMap was made, whatever this version would render.
+
+    Raises :class:`ValueError` when it is not one of ours.
+    """
+    try:
+        record = json.loads(data[RECORD])
+        config = {RUNSPEC: data[RUNSPEC], JOB: data[JOB]}
+        cluster, ingress, labels = (record[k] for k in ("cluster", "ingress", "labels"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no record of a run: {error!r}") from None
+    if not (isinstance(cluster, dict) and isinstance(ingress, list) and isinstance(labels, dict)):
+        raise ValueError("no record of a run: cluster, ingress and labels have other types")
+    return Rendered(owner, cluster, config, ingress, labels)
 
 
 def render(
@@ -130,7 +156,8 @@ def render(
 
 def _config(job: LongContextJob, run: RunSpec) -> dict[str, str]:
     """The RunSpec, and the job as it was accepted: later edits must not reach a running job."""
-    accepted = job.model_dump_json(by_alias=True, exclude={"status", "metadata"})
+    exclude: Any = {"status": True, "metadata": True, "spec": set(names.SAFE)}
+    accepted = job.model_dump_json(by_alias=True, exclude=exclude)
     config = {RUNSPEC: run.to_json(), JOB: accepted}
     if (size := sum(len(text.encode()) for text in config.values())) > CONFIG_BYTES:
         raise JobError([Problem(
@@ -289,7 +316,8 @@ def _ingress(settings: Settings) -> list[dict[str, Any]]:
     rules = [{"from": [operator], "ports": [_port(8265), _port(CONTROL_PORT)]}]
     if settings.metrics_namespace:
         scraper = {"namespaceSelector": _namespace(settings.metrics_namespace)}
-        rules.append({"from": [scraper], "ports": [_port(8080)]})
+        # Ray's metrics, and the run's; what else the control port offers asks for the token.
+        rules.append({"from": [scraper], "ports": [_port(8080), _port(CONTROL_PORT)]})
     return rules
 
 

@@ -14,22 +14,17 @@ from msa_operator.api.job import JobSpec
 from msa_operator.reconcile import attempts
 from msa_operator.reconcile.attempts import Reason
 from msa_operator.reconcile.intent import HOLDING, Intent, Phase
-from msa_operator.reconcile.names import content_hash, submission_id
+from msa_operator.reconcile.names import SAFE, content_hash, submission_id
 from msa_operator.reconcile.observe import State, gang
 
 SUBMIT_S = 300.0
 """A head that takes no submission for this long never will: its images are pulled, it is ready."""
 UNREACHABLE_S = 300.0
 """The dashboard may be busy or the network away for minutes while training goes on."""
-HANG_S = 1800.0
-"""No step for this long; steps of the largest runs take a few minutes."""
 DRAIN_S = 300.0
 """For a checkpoint to be written after it was asked for."""
 STOP_S = 120.0
 """For a submission to be over after it was told to stop; Ray itself gives the driver 3 s."""
-
-SAFE = frozenset({"suspend", "failure", "deadlines", "cleanup"})
-"""Parts of the spec that the operator alone reads: they may change at any time."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ def _unreachable(s: State) -> bool:
 
 def _hangs(s: State) -> bool:
     last = s.run.stepped if s.run else max(s.api.since, s.intent.since)
-    return s.api.reachable and s.age(last) >= HANG_S
+    return s.api.reachable and s.age(last) >= _seconds(s.job.spec.hang.step)
 
 
 def _unsubmitted(s: State) -> bool:
@@ -149,6 +144,17 @@ def _may_retry(s: State) -> bool:
     if s.intent.replace or s.cluster is None:
         return not s.ours and bool(s.planning.content)
     return settled(s)
+
+
+def _outdated(s: State) -> bool:
+    """The operator died before anything was created; by now edits or an upgrade changed the plan.
+
+    A plan of which anything was created is on record, and the record is used instead.
+    """
+    content = s.planning.content
+    if s.ours or s.name_taken or not content:
+        return False
+    return s.name(content, s.intent.epoch) != s.intent.cluster
 
 
 def _plan(s: State) -> Intent:
@@ -307,6 +313,9 @@ TABLE: tuple[Transition, ...] = (
                lambda s: s.cluster is not None and not s.cluster.suspended,
                _go("Provisioning", "Admitted", "waiting for nodes"), ("Provisioning",)),
     *_waiting("Provisioning"),
+    Transition("Provisioning", "nothing of it exists, and the plan is another one now", _outdated,
+               _go("Pending", "PlanChanged", "planned anew before anything was created"),
+               ("Pending",)),
     Transition("Provisioning", "the name belongs to another owner's cluster",
                lambda s: s.name_taken, _provision, ("Provisioning",), observe_again=True),
     Transition("Provisioning", "a queue holds the cluster back",
@@ -329,7 +338,7 @@ TABLE: tuple[Transition, ...] = (
                _lost("HeadLost", lambda s: "the head has lost its store"), _AGAIN),
     Transition("Running", "the head cannot be reached for long", _unreachable,
                _lost("HeadLost", lambda s: "the Jobs API does not answer"), _AGAIN),
-    Transition("Running", "no step for long", _hangs,
+    Transition("Running", "no step for hang.step", _hangs,
                _lost("Hang", lambda s: "no step; stacks of all ranks are beside the checkpoints"),
                _AGAIN),
     *_waiting("Recovering"),

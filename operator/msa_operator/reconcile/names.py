@@ -18,6 +18,9 @@ OPERATOR = "flash-msa-operator"
 QUEUE = "kueue.x-k8s.io/queue-name"
 FINALIZER = "flashmsa.dev/cleanup"
 
+SAFE = frozenset({"suspend", "failure", "hang", "deadlines", "cleanup"})
+"""Parts of the spec that the operator alone reads: they may change at any time."""
+
 
 def content_hash(rendered: Any) -> str:
     """Hash of plain JSON values: equal exactly when the values are."""

@@ -101,7 +101,7 @@ class JobsApi:
 
     reachable: bool = False
     since: float = 0.0
-    """How long it has been as it is."""
+    """Since when it has been as it is."""
     submissions: tuple[Submission, ...] = ()
 
 
@@ -206,11 +206,13 @@ class State:
             return None
         return seen
 
+    def name(self, content: str, epoch: int) -> str:
+        """The name of a cluster of this job with that content in that epoch."""
+        return cluster_name(self.job.name, self.job.uid, content, epoch)
+
     def next_name(self) -> str:
         """The cluster's name in the epoch after this one."""
-        return cluster_name(
-            self.job.name, self.job.uid, self.planning.content, self.intent.epoch + 1
-        )
+        return self.name(self.planning.content, self.intent.epoch + 1)
 
 
 def _alive(pod: Pod) -> bool:
