@@ -42,11 +42,12 @@ def gradients(spec: str) -> dict[str, Any]:
     model = build_model(run, 260, mesh if sharded else None, world.device)
     weights = {name: whole(p) for name, p in model.named_parameters()}
     loader = Loader(
-        data.training, world.rank, world.size, run.sequence.micro_batch, run.sequence.accumulation
-    )
+        data.training, mesh.data_rank, mesh.data_ranks, run.sequence.micro_batch,
+        run.sequence.accumulation,
+    )  # fmt: skip
     read = loader.step(0)
     valid, digest = sum_over_ranks(read.valid, read.digest, device=world.device)
-    loss = train_step(model, read, int(valid), world)
+    loss = train_step(model, read, int(valid), mesh)
     grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     norm = clip_gradients(model, 0.0)
     return {
@@ -200,4 +201,4 @@ def test_degrees_and_ranks_must_agree(
     on_ranks: Callable[..., Any], make_spec: Callable[..., RunSpec]
 ) -> None:
     spec = make_spec(mesh={"data_shard": 3}).to_json()
-    assert "need 3 ranks, 1 were started" in on_ranks(mesh_of_wrong_size, 1, spec=spec)[0]
+    assert "= 3 ranks, 1 were started" in on_ranks(mesh_of_wrong_size, 1, spec=spec)[0]

@@ -17,7 +17,7 @@ from msa_workloads.corpus import Corpus
 from msa_workloads.data import IGNORE, Sample, Stream, collate
 from msa_workloads.model import LanguageModel
 from msa_workloads.parallel.collective import sum_over_ranks
-from msa_workloads.parallel.mesh import World
+from msa_workloads.parallel.mesh import Mesh
 
 FIT_BYTES = 256 << 20
 """Bytes of training text that the order-1 model is fitted on at most; it has 65,792 counts."""
@@ -34,25 +34,25 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, held: HeldOut, world: World) -> dict[str, Any]:
+def evaluate(model: LanguageModel, held: HeldOut, mesh: Mesh) -> dict[str, Any]:
     """Bits per byte over the held-out sequences; collective, the same result on every rank.
 
-    Ranks share the sequences. All run the same number of forward passes, since a sharded model
-    communicates in each; a rank without a sequence left runs one whose labels are all ignored.
+    Data ranks share the sequences. All run the same number of forward passes, since a sharded
+    model communicates in each; a rank without a sequence left runs one that does not count.
     """
     model.eval()
     nats, predicted = 0.0, 0
-    for start in range(0, held.sequences, world.size):
-        k = start + world.rank
-        batch = to_device(held.stream.sample(min(k, held.sequences - 1)), world.device)
+    for start in range(0, held.sequences, mesh.data_ranks):
+        k = start + mesh.data_rank
+        batch = to_device(held.stream.sample(min(k, held.sequences - 1)), mesh.device)
         losses = model(batch, per_token=True)
-        if k < held.sequences:
+        if k < held.sequences and mesh.owns_tokens:
             counted = _counted(batch.labels, held)
             nats += float(losses[counted].double().sum())
             predicted += int(counted.sum())
     model.train()
-    (nats,) = sum_over_ranks(nats, device=world.device)
-    (total,) = sum_over_ranks(predicted, device=world.device)
+    (nats,) = sum_over_ranks(nats, device=mesh.device)
+    (total,) = sum_over_ranks(predicted, device=mesh.device)
     bits = nats / math.log(2) / max(1, total)
     return {
         "bits_per_byte": bits if held.bytes_per_token is None else bits / held.bytes_per_token,

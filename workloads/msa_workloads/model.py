@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from msa_kernels.pattern import Dense, Pattern, PatternError, from_dict
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from msa_workloads.data import Batch
 from msa_workloads.loss import chunked_linear_loss, summed_loss, token_losses
 from msa_workloads.parallel.fsdp import shard_module, sum_gradients
-from msa_workloads.parallel.mesh import UnsupportedError
+from msa_workloads.parallel.mesh import Mesh, UnsupportedError
 from msa_workloads.permutation import key
 from msa_workloads.runspec import AttentionSpec, RunSpec
 
@@ -75,9 +75,13 @@ def layer_patterns(attention: AttentionSpec, layers: int) -> list[Pattern]:
 
 
 def build_model(
-    spec: RunSpec, vocabulary: int, mesh: DeviceMesh | None, device: torch.device
+    spec: RunSpec, vocabulary: int, mesh: Mesh | None, device: torch.device
 ) -> LanguageModel:
-    """The model of a RunSpec on ``device``, sharded over ``mesh`` when one is given."""
+    """The model of a RunSpec on ``device``, sharded over ``mesh`` when one is given.
+
+    What splits or wraps modules comes first, on meta tensors; then each layer gets its weights,
+    of which a tensor rank keeps its part, and is sharded before the next one is made.
+    """
     from msa_kernels import hf
 
     hf.register()
@@ -94,16 +98,16 @@ def build_model(
         )  # fmt: skip
     patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
     hf.set_patterns(inner, patterns, backend=spec.attention.backend)
-    if spec.memory.checkpointing == "full":
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
     model = LanguageModel(inner, spec.memory.loss_chunk)
     model.train()
-    for name, layer in model.named_modules():
-        if any(layer is known for known in model.layers):
-            _make_real(inner, layer, name, spec.training.seed)
-            if mesh is not None:
-                shard_module(layer, mesh, spec.training.precision)
-    _make_real(inner, model, "", spec.training.seed)
+    names = {module: name for name, module in model.named_modules()}
+    if spec.memory.checkpointing == "full":
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.layers:
+        _make_real(inner, layer, names, spec.training.seed)
+        if mesh is not None:
+            shard_module(layer, mesh, spec.training.precision)
+    _make_real(inner, model, names, spec.training.seed)
     if mesh is not None:
         shard_module(model, mesh, spec.training.precision)
         sum_gradients(model.modules())
@@ -143,28 +147,44 @@ def _config(spec: RunSpec, vocabulary: int) -> Any:
 
 
 @torch.no_grad()
-def _make_real(model: Any, root: nn.Module, prefix: str, seed: int) -> None:
+def _make_real(model: Any, root: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
     """Give every meta tensor below ``root`` storage and its initial value.
 
-    A tensor that two modules share (tied embeddings) stays shared; modules that are real already
-    are left alone.
+    ``names`` are those that modules had before anything wrapped them: values follow them. A
+    tensor that two modules share (tied embeddings) stays shared; one that is split over tensor
+    ranks is made whole, and its part is kept; modules that are real already are left alone.
     """
-    shared: dict[int, nn.Parameter] = {}
-    for name, module in root.named_modules(prefix=prefix):
+    made: dict[int, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in root.modules():
         own = {**module._parameters, **module._buffers}
         fresh = {n: t for n, t in own.items() if t is not None and t.is_meta}
         if not fresh:
             continue
         for field, tensor in fresh.items():
             if isinstance(tensor, nn.Parameter):
-                real = shared.get(id(tensor))
-                if real is None:
-                    real = nn.Parameter(torch.empty_like(tensor, device="cpu"))
-                    real.requires_grad_(tensor.requires_grad)
-                    shared[id(tensor)] = real
-                module._parameters[field] = real
+                if id(tensor) not in made:
+                    real = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    made[id(tensor)] = nn.Parameter(real, tensor.requires_grad)
+                module._parameters[field] = made[id(tensor)]
+                places.append((module, field, tensor))
             else:
                 module._buffers[field] = torch.empty_like(tensor, device="cpu")
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(key(seed, zlib.crc32(name.encode())))
+            torch.manual_seed(key(seed, zlib.crc32(names[module].encode())))
             model._init_weights(module)
+    parts: dict[int, nn.Parameter] = {}
+    for module, field, tensor in places:
+        if id(tensor) not in parts:
+            parts[id(tensor)] = _like(made.pop(id(tensor)), tensor)
+        module._parameters[field] = parts[id(tensor)]
+
+
+def _like(whole: nn.Parameter, meta: torch.Tensor) -> nn.Parameter:
+    """This rank's part of ``whole``, split as ``meta`` is; the same numbers on every rank."""
+    if not isinstance(meta, DTensor):
+        return whole
+    part = distribute_tensor(
+        whole.detach(), meta.device_mesh, meta.placements, src_data_rank=None
+    )  # fmt: skip
+    return nn.Parameter(part, whole.requires_grad)

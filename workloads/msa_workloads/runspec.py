@@ -102,6 +102,24 @@ class MeshSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextSpec:
+    """How the ``mesh.context`` ranks share a sequence; without effect where that is 1.
+
+    Every choice gives the same result up to rounding.
+    """
+
+    layout: Literal["auto", "contiguous", "rotated", "zigzag", "residues", "balanced"] = "auto"
+    """Which rank owns which tokens; ``auto`` prices all of them on the run's own documents."""
+    method: Literal["all_to_all", "p2p", "ring"] = "all_to_all"
+    """How keys and values travel: all at once, or one rank's at a time (ring, least memory)."""
+    heads: int = 1
+    """Ranks that share the heads of a part of the sequence instead of its tokens (Ulysses). The
+    other factor of ``mesh.context`` exchanges keys and values."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """dtype in which gradients of keys and values return to their owners."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemorySpec:
     """Switches that trade time for memory; the planner sets them."""
 
@@ -145,6 +163,7 @@ class RunSpec:
     threads: int = 0
     """CPU threads per worker; 0 leaves torch's own choice."""
     mesh: MeshSpec = field(default_factory=MeshSpec)
+    context: ContextSpec = field(default_factory=ContextSpec)
     memory: MemorySpec = field(default_factory=MemorySpec)
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     plan: dict[str, Any] = field(default_factory=dict)

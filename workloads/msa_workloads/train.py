@@ -35,7 +35,7 @@ from msa_workloads.optimizer import (
 )
 from msa_workloads.parallel.collective import on_rank_zero, sum_over_ranks
 from msa_workloads.parallel.fsdp import reduce_on_last
-from msa_workloads.parallel.mesh import World, build_mesh, check_supported, join_world
+from msa_workloads.parallel.mesh import Mesh, build_mesh, check_supported, join_world
 from msa_workloads.progress import ALONE, Control, Sink, StepRow
 from msa_workloads.runspec import RunSpec
 from msa_workloads.sources import open_source
@@ -80,7 +80,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     # kernels do not, and refusing them would refuse the run.
     torch.use_deterministic_algorithms(spec.device == "cpu")
     world = join_world(spec.device)
-    mesh = build_mesh(spec.mesh, world)
+    mesh = build_mesh(spec.mesh, world, heads=spec.context.heads)
     torch.manual_seed(spec.training.seed)
 
     data = open_data(spec)
@@ -90,7 +90,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     model = build_model(spec, vocabulary, mesh if sharded else None, world.device)
     optimizer = build_optimizer(model, spec.training)
     loader = Loader(
-        data.training, world.rank, world.size, spec.sequence.micro_batch,
+        data.training, mesh.data_rank, mesh.data_ranks, spec.sequence.micro_batch,
         spec.sequence.accumulation,
     )  # fmt: skip
     content = data.corpus.index.content
@@ -125,7 +125,10 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
             # The wish to stop travels with a sum that every step needs anyway, so that no rank
             # stops at another step than its peers.
             valid, digest, stop = sum_over_ranks(
-                read.valid, read.digest, int(control.stop_requested()), device=world.device
+                read.valid if mesh.owns_tokens else 0,
+                read.digest if mesh.owns_samples else 0,
+                int(control.stop_requested()),
+                device=world.device,
             )
             if stop:
                 drained = True
@@ -134,7 +137,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
             control.enters(step, "training")
             rate = learning_rate(step, spec.training)
             set_learning_rate(optimizer, rate)
-            loss = train_step(model, read, int(valid), world)
+            loss = train_step(model, read, int(valid), mesh)
             norm = clip_gradients(model, spec.training.clip_norm)
             if not math.isfinite(loss) or not math.isfinite(norm):
                 raise DivergedError(
@@ -163,7 +166,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
             next_sample += loader.per_step
             if data.held_out and _due(step, spec.training.evaluate_every):
                 control.enters(step, "evaluating")
-                row["held_out"] = evaluate(model, data.held_out, world)
+                row["held_out"] = evaluate(model, data.held_out, mesh)
             history.append(row)
             if world.rank == 0:
                 sink.add(row)
@@ -174,7 +177,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
         # Before the first step there is nothing that a new start would not make again.
         saved_step = save()
     control.enters(step, "evaluating")
-    held_out = evaluate(model, data.held_out, world) if data.held_out and not drained else None
+    held_out = evaluate(model, data.held_out, mesh) if data.held_out and not drained else None
     return on_rank_zero(
         lambda: {
             "steps": step,
@@ -203,19 +206,20 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     )
 
 
-def train_step(model: LanguageModel, read: StepData, valid: int, world: World) -> float:
+def train_step(model: LanguageModel, read: StepData, valid: int, mesh: Mesh) -> float:
     """Forward and backward of one step; returns the loss in nats per valid token of all ranks.
 
     Gradients afterwards are exact for that loss: each micro-batch is divided by the step's valid
     tokens over all ranks, and FSDP sums.
     """
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for number, batch in enumerate(read.batches):
         reduce_on_last(model, number == len(read.batches) - 1)
-        loss = model(move(batch, world.device)) / divisor(valid)
+        loss = model(move(batch, mesh.device)) / divisor(valid)
         loss.backward()
         total += loss.detach()
-    return float(sum_over_ranks(float(total), device=world.device)[0])
+    mine = float(total) if mesh.owns_tokens else 0.0
+    return float(sum_over_ranks(mine, device=mesh.device)[0])
 
 
 def open_data(spec: RunSpec) -> Data:

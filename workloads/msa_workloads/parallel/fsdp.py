@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer states sharded over ``dp_shard``.
+"""FSDP2: parameters, gradients and optimizer states sharded over ``dp_shard`` x ``cp``.
 
 Gradients are summed over ranks, never averaged: the loss is divided by the number of valid tokens
 of all ranks before backward, so that a sum is exact whatever each rank holds.
@@ -10,23 +10,21 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from msa_workloads.parallel.mesh import MeshAxisName
+from msa_workloads.parallel.mesh import Mesh
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, precision: str) -> None:
+def shard_module(module: nn.Module, mesh: Mesh, precision: str) -> None:
     """Shard one module's own parameters (those of sharded submodules stay theirs).
 
     Master weights and the gradient reduction are fp32; with ``bf16`` compute is bf16.
     """
-    replicated = mesh[MeshAxisName.DP_REPLICATE].size() > 1
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32,
     )
-    fully_shard(module, mesh=mesh if replicated else mesh[MeshAxisName.DP_SHARD], mp_policy=policy)
+    fully_shard(module, mesh=mesh.shard, mp_policy=policy)
 
 
 def sum_gradients(modules: Iterable[nn.Module]) -> None:

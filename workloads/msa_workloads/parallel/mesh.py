@@ -2,7 +2,9 @@
 
 Naming: an "axis" belongs to the mesh, a "dim" to a tensor. Axes are ordered from the slowest link
 to the fastest, so that ranks next to each other share a machine: ``dp_replicate``, ``dp_shard``,
-``cp``, ``tp``.
+``cp``, ``tp``. Context ranks hold different tokens, so parameters are sharded over them as well:
+FSDP sees ``dp_shard`` and ``cp`` as one axis. ``cp`` itself may be factored into ranks that
+exchange keys and, inside, ranks that share the heads of one part of the sequence.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,12 @@ class MeshAxisName(StrEnum):
     DP_SHARD = "dp_shard"
     CP = "cp"
     TP = "tp"
+
+
+CP_KEYS, CP_HEADS = "cp_keys", "cp_heads"
+"""The factors of ``cp``: ranks that exchange keys, and ranks that share heads (Ulysses)."""
+FSDP = "dp_shard_cp"
+"""``dp_shard`` and ``cp`` as one axis."""
 
 
 class UnsupportedError(ValueError):
@@ -83,15 +92,84 @@ def join_world(device: str) -> World:
     return World(dist.get_rank(), dist.get_world_size(), local_rank, place)
 
 
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The mesh of all ranks, with what is asked of it by name."""
+
+    world: World
+    axes: DeviceMesh
+    """All four axes."""
+    shard: DeviceMesh
+    """What FSDP shards over: ``dp_shard`` x ``cp`` as one axis, behind ``dp_replicate`` where
+    that is larger than 1."""
+    context: DeviceMesh
+    """``cp`` as (``cp_keys``, ``cp_heads``)."""
+
+    def __getitem__(self, axis: MeshAxisName | str) -> DeviceMesh:
+        return self.axes[str(axis)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Degree of every axis."""
+        return {str(axis): self.axes[str(axis)].size() for axis in MeshAxisName}
+
+    @cached_property
+    def at(self) -> dict[str, int]:
+        """This rank's number on every axis."""
+        return {str(axis): self.axes[str(axis)].get_local_rank() for axis in MeshAxisName}
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.sizes[MeshAxisName.DP_REPLICATE] * self.sizes[MeshAxisName.DP_SHARD]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among them; context and tensor ranks read the same samples."""
+        shards = self.sizes[MeshAxisName.DP_SHARD]
+        return self.at[MeshAxisName.DP_REPLICATE] * shards + self.at[MeshAxisName.DP_SHARD]
+
+    @property
+    def owns_tokens(self) -> bool:
+        """What this rank computes for its tokens counts; on other tensor ranks it is a copy."""
+        return self.at[MeshAxisName.TP] == 0
+
+    @property
+    def owns_samples(self) -> bool:
+        """This rank speaks for its samples: the first of the ranks that read the same ones."""
+        return self.owns_tokens and self.at[MeshAxisName.CP] == 0
+
+
 def check_supported(spec: RunSpec) -> None:
-    """Raise :class:`UnsupportedError` for what a RunSpec can say and this release cannot do."""
+    """Raise :class:`UnsupportedError` for what a RunSpec can say and no mesh or this release can
+    do; before anything starts."""
+    mesh = spec.mesh
+    for field in ("data_replicate", "data_shard", "context", "tensor"):
+        if (degree := getattr(mesh, field)) < 1:
+            raise UnsupportedError(f"mesh.{field}: found {degree}, must be at least 1")
     for field, axis in (("context", MeshAxisName.CP), ("tensor", MeshAxisName.TP)):
-        degree = getattr(spec.mesh, field)
+        degree = getattr(mesh, field)
         if degree != 1:
             raise UnsupportedError(
                 f"mesh.{field}: found {degree}, allowed: 1 ({axis} parallelism is not part of "
                 "this release; split over data_shard or data_replicate instead)"
             )
+    if mesh.context > spec.sequence.length:
+        raise UnsupportedError(
+            f"mesh.context: found {mesh.context} for sequences of {spec.sequence.length} tokens; "
+            f"every rank needs one, so at most {spec.sequence.length}"
+        )
+    heads = spec.context.heads
+    if heads < 1 or mesh.context % heads:
+        valid = [n for n in range(1, mesh.context + 1) if mesh.context % n == 0]
+        raise UnsupportedError(
+            f"context.heads: found {heads}, which does not divide the {mesh.context} ranks of "
+            f"mesh.context; valid: {', '.join(map(str, valid))}"
+        )
     memory = spec.memory
     if memory.checkpointing == "selective":
         raise UnsupportedError(
@@ -106,15 +184,24 @@ def check_supported(spec: RunSpec) -> None:
             )
 
 
-def build_mesh(mesh: MeshSpec, world: World) -> DeviceMesh:
-    """A ``(dp_replicate, dp_shard)`` mesh; raises when degrees and world size disagree."""
-    if mesh.world_size != world.size:
+def build_mesh(spec: MeshSpec, world: World, *, heads: int = 1) -> Mesh:
+    """The mesh of a run; collective. ``heads`` is the inner factor of ``cp``.
+
+    Raises :class:`UnsupportedError` when degrees and world size disagree.
+    """
+    if spec.world_size != world.size:
         raise UnsupportedError(
-            f"mesh: degrees {mesh.data_replicate} x {mesh.data_shard} x {mesh.context} x "
-            f"{mesh.tensor} need {mesh.world_size} ranks, {world.size} were started"
+            f"mesh: data_replicate {spec.data_replicate} x data_shard {spec.data_shard} x context "
+            f"{spec.context} x tensor {spec.tensor} = {spec.world_size} ranks, {world.size} were "
+            "started"
         )
-    return init_device_mesh(
-        world.device.type,
-        (mesh.data_replicate, mesh.data_shard),
-        mesh_dim_names=(MeshAxisName.DP_REPLICATE, MeshAxisName.DP_SHARD),
+    names = tuple(map(str, MeshAxisName))
+    degrees = (spec.data_replicate, spec.data_shard, spec.context, spec.tensor)
+    axes = init_device_mesh(world.device.type, degrees, mesh_dim_names=names)
+    shard = axes[MeshAxisName.DP_SHARD, MeshAxisName.CP]._flatten(FSDP)
+    if spec.data_replicate > 1:
+        shard = DeviceMesh._concatenate([axes[MeshAxisName.DP_REPLICATE], shard])
+    context = axes[MeshAxisName.CP]._unflatten(
+        MeshAxisName.CP, (spec.context // heads, heads), (CP_KEYS, CP_HEADS)
     )
+    return Mesh(world, axes, shard, context)
