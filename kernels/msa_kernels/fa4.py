@@ -1,7 +1,8 @@
 """flash-attn-4 (package ``flash-attn-4``) where it is the fastest: dense and windowed parts.
 
 Optional: present only when the package is installed. It serves patterns of a single part that is
-one band in one document, which a dilated pattern is too once its residues are heads.
+made of a few bands (:mod:`msa_kernels.bands`): a document, its residues as heads, or the stretches
+that a rank of a context-parallel group holds.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import importlib.util
 
 import torch
 
+from msa_kernels.bands import Band, Banded, bands
 from msa_kernels.pattern import PatternError
-from msa_kernels.plan import PartPlan, Request
-from msa_kernels.rules import Part, Rule
+from msa_kernels.plan import Request, plan, whole
 
 HEAD_DIMS = (64, 96, 128)
 
 
-class FlashAttention4:
+class FlashAttention4(Banded):
     """:class:`msa_kernels.plan.TileKernel` on flash-attn-4's CuTe kernels (Hopper and newer)."""
 
     name = "fa4"
+    forms_delta = True
 
     def __init__(self) -> None:
         if importlib.util.find_spec("flash_attn") is None:
@@ -42,57 +44,44 @@ class FlashAttention4:
             return "its backward accumulates dQ with atomics: not deterministic"
         if request.return_lse and request.needs_grad:
             return "is used where the LSE has no gradient of its own"
-        if not request.plain or request.q_rows != request.k_rows:
-            return "is used for one document per row, of equal query and key lengths"
+        if request.partial:
+            return "rounds its output, which pieces of a softmax must not be"
+        places = request.places
+        if request.plain:
+            places = (whole(request.q_rows, request.k_rows),)
+        if not places:
+            return "is used for one document per row, or the known runs of a rank"
         try:
             groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
-            parts = [group.parts() for group in groups]
+            made = [plan(group, *place) for group in groups for place in places]
         except PatternError as error:
             return str(error)
-        if any(len(some) != 1 for some in parts):
+        if any(len(parts) != 1 for parts in made):
             return "rounds its output, which partial results of a union must not be"
-        reasons = (_not_a_band(some[0], request.q_rows) for some in parts)
-        return next((reason for reason in reasons if reason), None)
+        reasons = (bands(parts[0]) for parts in made)
+        return next((reason for reason in reasons if isinstance(reason, str)), None)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
-        out_dtype: torch.dtype,
+    def band_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float,
+        out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        out, lse, *_ = self._interface._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, return_lse=True, **_mask(plan)
+        found, lse, *_ = self._interface._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, return_lse=True, out=out, **_mask(band)
         )
-        return out.to(out_dtype), lse
+        return found, lse
 
-    def backward(
+    def band_backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
-        grad_dtype: torch.dtype,
+        dout: torch.Tensor, lse: torch.Tensor, band: Band, scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        del delta  # it forms rowsum(dout * out) itself
         dq, dk, dv = self._interface._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, **_mask(plan)
+            q, k, v, out, dout, lse, softmax_scale=scale, **_mask(band)
         )
-        return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
+        return dq, dk, dv
 
 
-def _not_a_band(part: Part, rows: int) -> str | None:
-    if part.minus or len(part.rules) != 1:
-        return "serves one band of distances, not several rules"
-    rule = part.rules[0]
-    if rule != Rule(rule.lo, rule.hi) or (rule.lo, rule.hi is None) not in (
-        (0, True), (0, False), (None, True),
-    ):  # fmt: skip
-        return "serves dense and causal windows only"
-    if rows % part.fold:
-        return f"needs a length that the dilation {part.fold} divides, found {rows}"
-    return None
-
-
-def _mask(plan: PartPlan) -> dict[str, object]:
-    rule = plan.part.rules[0]
-    if rule.lo is None:
-        return {"causal": False}
-    if rule.hi is None:
-        return {"causal": True}
+def _mask(band: Band) -> dict[str, object]:
+    if band.window is None:
+        return {"causal": band.causal}
     # Its window does not count the token itself.
-    return {"causal": True, "window_size_left": rule.hi - 1, "window_size_right": 0}
+    return {"causal": True, "window_size_left": band.window - 1, "window_size_right": 0}

@@ -10,6 +10,7 @@ tensors are made when first asked for and kept with the plan.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -131,6 +132,9 @@ class TileKernel(Protocol):
     """
 
     name: str
+    forms_delta: bool
+    """Its backward computes rowsum(dout * out) itself: it needs a delta only where the LSE has a
+    cotangent, or where other ranks have a say in it."""
 
     def refuses(self, request: Request) -> str | None:
         """None when this kernel serves the request, else the reason in one sentence."""
@@ -145,14 +149,15 @@ class TileKernel(Protocol):
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
-        grad_dtype: torch.dtype,
+        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
+        scale: float, grad_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """dQ, dK, dV in ``grad_dtype``, accumulated in fp32.
 
         ``out``, ``lse`` and ``delta`` are those of the whole softmax, of which this part may be a
-        piece (other parts, other ranks); delta = rowsum(dout * out) - dlse. Kernels that compute
-        delta themselves take ``out``, the others ignore it. P = exp(scale q.k - lse), 0 where lse
+        piece (other parts, other ranks); delta = rowsum(dout * out) - dlse, None only where
+        ``forms_delta`` and dlse is 0. Kernels that compute delta themselves take ``out``, the
+        others ignore it. P = exp(scale q.k - lse), 0 where lse
         is -inf; dS = P * (dout.v - delta).
         """
         ...
@@ -177,6 +182,11 @@ class Request:
     return_lse: bool
     deterministic: bool
     """``torch.use_deterministic_algorithms`` is on."""
+    partial: bool = False
+    """Results are pieces of a softmax that are merged later: they must not be rounded."""
+    places: tuple[tuple[Runs, Runs], ...] = field(default=(), compare=False)
+    """Queries and keys of every engine call that this one consists of, where they are known
+    before: a rank of a context-parallel group gives them."""
 
 
 def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
@@ -188,7 +198,7 @@ def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
     patterns without fixed rules (BlockTopK, PerHead) and ValueError for a block list that ends
     before a query.
     """
-    key = (pattern, _content(queries), _content(keys))
+    key = (pattern, queries.content, keys.content)
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
@@ -207,7 +217,7 @@ def stack(pattern: Pattern, kv_heads: int, queries: Runs, keys: Runs) -> PartPla
 
     For kernels that walk other lists for every head in one launch; None where heads differ more.
     """
-    key = (pattern, kv_heads, _content(queries), _content(keys))
+    key = (pattern, kv_heads, queries.content, keys.content)
     with _lock:
         if key in _stacks:
             _stacks.move_to_end(key)
@@ -229,6 +239,7 @@ _plans: OrderedDict[Hashable, tuple[PartPlan, ...]] = OrderedDict()
 _lock = threading.Lock()
 
 
+@functools.lru_cache(maxsize=256)
 def whole(q_rows: int, k_rows: int, align: Align = "bottom-right") -> tuple[Runs, Runs]:
     """One document. Bottom-right alignment puts the last query on the last key's position."""
     offset = k_rows - q_rows if align == "bottom-right" else 0
@@ -280,11 +291,6 @@ def _check_tables(pattern: Pattern, queries: Runs) -> None:
                 f"there are queries up to {longest}: it needs {-(-longest // size)} rows (empty "
                 "ones where nothing is seen)"
             )
-
-
-def _content(runs: Runs) -> Hashable:
-    arrays = (runs.begin, runs.length, runs.position, runs.document)
-    return (runs.rows, *(a.tobytes() for a in arrays))
 
 
 def _simple(runs: Runs) -> bool:

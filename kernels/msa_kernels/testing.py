@@ -1,4 +1,4 @@
-"""Hypothesis strategies and comparisons for tests of anything that computes patterns.
+"""Hypothesis strategies, comparisons and stand-ins for tests of what computes patterns.
 
 Needs hypothesis, which only the ``dev`` extra installs.
 """
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from msa_kernels.bands import Band, Banded
 from msa_kernels.blocks import Runs
 from msa_kernels.check import largest_error
 from msa_kernels.pattern import (
@@ -26,6 +27,53 @@ from msa_kernels.pattern import (
     Union,
     Window,
 )  # fmt: skip
+from msa_kernels.plan import Request
+
+
+class DenseBands(Banded):
+    """What a library of windowed attention computes, in dense PyTorch and on any device."""
+
+    name = "dense-bands"
+
+    def refuses(self, request: Request) -> str | None:
+        return "merges nothing" if request.partial else None
+
+    def band_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        logits = self._logits(q, k, band, scale)
+        found = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), _repeated(v, q))
+        return found if out is None else out.copy_(found), logits.logsumexp(-1)
+
+    def band_backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        dout: torch.Tensor, lse: torch.Tensor, band: Band, scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        weights = (self._logits(q, k, band, scale) - lse.unsqueeze(-1)).exp()
+        delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+        dp = torch.einsum("bqhd,bkhd->bhqk", dout, _repeated(v, q))
+        ds = weights * (dp - delta) * scale
+        dq = torch.einsum("bhqk,bkhd->bqhd", ds, _repeated(k, q))
+        dk = torch.einsum("bhqk,bqhd->bkhd", ds, q)
+        dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout)
+        heads = (k.shape[2], q.shape[2] // k.shape[2])
+        return dq, *(grad.unflatten(2, heads).sum(3) for grad in (dk, dv))
+
+    def _logits(
+        self, q: torch.Tensor, k: torch.Tensor, band: Band, scale: float
+    ) -> torch.Tensor:  # fmt: skip
+        behind = torch.arange(q.shape[1])[:, None] + (k.shape[1] - q.shape[1])
+        distance = behind - torch.arange(k.shape[1])
+        seen = distance >= 0 if band.causal else torch.ones_like(distance, dtype=torch.bool)
+        if band.window is not None:
+            seen = seen & (distance < band.window)
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, _repeated(k, q)) * scale
+        return logits.masked_fill(~seen, -torch.inf)
+
+
+def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return k.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
 @st.composite

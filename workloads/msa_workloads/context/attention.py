@@ -12,13 +12,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from msa_kernels import backend as backends
 from msa_kernels.attention import check_pattern, check_tensors
-from msa_kernels.blocks import Runs
 from msa_kernels.engine import HeadGroup, accumulator, head_groups
 from msa_kernels.fused import row_delta
 from msa_kernels.pattern import Documents, Pattern
@@ -232,10 +231,7 @@ def _call(
     q: Tensor, k: Tensor, plan: ContextPlan, group: dist.ProcessGroup | None, pattern: Pattern,
     options: Options, backend: str, return_lse: bool,
 ) -> Call:  # fmt: skip
-    groups: list[tuple[HeadGroup, RankPlan]] = []
-    for some in head_groups(pattern, q.shape[2], k.shape[2]):
-        groups.append((some, plan.prepare(some.pattern, options)))
-    kernel = tile_kernel([_request(q, k, part, return_lse) for _, part in groups], backend)
+    groups, kernel = _kernel(q, k, plan, pattern, options, backend, return_lse)
     backends.record(f"context/{kernel.name}", q, k, pattern, len(plan.documents) > 1)
     keep = options.method != "ring" and all(
         part.most_received <= options.keep_ratio * plan.layout.rows for _, part in groups
@@ -244,6 +240,33 @@ def _call(
     call = Call(tuple(groups), group, kernel, options.method, keep, returned)
     _calls[call.handle] = call
     return call
+
+
+def _kernel(
+    q: Tensor, k: Tensor, plan: ContextPlan, pattern: Pattern, options: Options, backend: str,
+    return_lse: bool,
+) -> tuple[list[tuple[HeadGroup, RankPlan]], TileKernel]:  # fmt: skip
+    """The plan of every head group, and the kernel for all of them.
+
+    A kernel that rounds its output serves no partial results. Where one is the fastest, queries
+    wait for all their keys: nothing is merged then.
+    """
+    shared = list(head_groups(pattern, q.shape[2], k.shape[2]))
+
+    def prepared(fuse: Fuse) -> list[tuple[HeadGroup, RankPlan]]:
+        some = replace(options, fuse=fuse)
+        return [(group, plan.prepare(group.pattern, some)) for group in shared]
+
+    def serving(groups: list[tuple[HeadGroup, RankPlan]]) -> TileKernel:
+        return tile_kernel([_request(q, k, part, return_lse) for _, part in groups], backend)
+
+    if options.fuse == "auto" and options.method != "ring" and q.device.type == "cuda":
+        whole = prepared("always")
+        kernel = serving(whole)
+        if getattr(kernel, "rounds", False):
+            return whole, kernel
+    groups = prepared(options.fuse)
+    return groups, serving(groups)
 
 
 def tile_kernel(requests: Sequence[Request], backend: str) -> TileKernel:
@@ -272,24 +295,14 @@ def tile_kernel(requests: Sequence[Request], backend: str) -> TileKernel:
 
 
 def _request(q: Tensor, k: Tensor, plan: RankPlan, return_lse: bool) -> Request:
-    """A rank that exchanges nothing and holds one run from position 0 has a plain call."""
-    early = plan.early
-    plain = (
-        early is not None
-        and not plan.late
-        and not any(stage.happens for stage in plan.stages)
-        and all(_plain(runs) for runs in (early.queries, early.keys))
-    )
+    passes = [one for one in (plan.early, *plan.late) if one is not None]
     return Request(
         device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
         q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=plan.pattern,
-        plain=plain, needs_grad=True, return_lse=return_lse or not plain,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        plain=False, needs_grad=True, return_lse=return_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled(), partial=plan.split,
+        places=tuple((one.queries, one.keys) for one in passes),
     )  # fmt: skip
-
-
-def _plain(runs: Runs) -> bool:
-    return len(runs.begin) == 1 and int(runs.length[0]) == runs.rows and not runs.position[0]
 
 
 _calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()

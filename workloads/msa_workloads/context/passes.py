@@ -86,9 +86,10 @@ class _Keys:
         rows = self.stage(some.remote).transpose(0, 1)
         if end == begin:
             return rows[:, :, 0], rows[:, :, 1]
-        k = torch.cat([self.k[:, begin:end], rows[:, :, 0]], 1)
-        v = torch.cat([self.v[:, begin:end], rows[:, :, 1]], 1)
-        return (k, v) if some.order is None else (some.order.take(k), some.order.take(v))
+        k, v = (
+            some.gather(own[:, begin:end], rows[:, :, n]) for n, own in enumerate((self.k, self.v))
+        )
+        return k, v
 
     def give_back(self, number: int, grads: Tensor) -> tuple[Stage, Pending]:
         """Start the way back of a stage's gradients, rows (received, B, 2, heads, D)."""
@@ -219,8 +220,13 @@ class _Backward:
         self.dtype = inputs[0].dtype
         moves = any(stage.happens for stage in plan.stages)
         self.work = accumulator(self.dtype) if plan.late or moves else self.dtype
+        # What a kernel has rounded gains nothing from a wider dtype, and every query row is of
+        # one pass then; sums over passes and ranks are wide in any case.
+        rounded = getattr(call.kernel, "rounds", False) and not plan.split
+        self.pieces = self.dtype if rounded else self.work
         rows = keys.k.shape[1]
-        self.dq, self.dk, self.dv = _Sum(inputs[0].shape[1]), _Sum(rows), _Sum(rows)
+        self.dq = _Sum(inputs[0].shape[1], self.pieces)
+        self.dk, self.dv = _Sum(rows, self.work), _Sum(rows, self.work)
         self.returning: list[tuple[Stage, Pending]] = []
 
     def _shape(self, stage: Stage) -> tuple[int, ...]:
@@ -247,7 +253,7 @@ class _Backward:
             self._collect(stage, pending.wait())
         q, k, v = self.inputs[0], self.keys.k, self.keys.v
         sums = zip((self.dq, self.dk, self.dv), (q, k, v), strict=True)
-        dq, dk, dv = (s.total(like, self.work).to(self.dtype) for s, like in sums)
+        dq, dk, dv = (s.total(like).to(self.dtype) for s, like in sums)
         return dq, dk, dv
 
     def _early(self) -> None:
@@ -277,7 +283,7 @@ class _Backward:
         dq, dk, dv = engine.backward(
             self.call.kernel, rows.take(q), k, v, rows.take(out), rows.take(dout),
             rows.take(lse, 2), rows.take(delta, 2), self.plan.pattern, one.queries, one.keys,
-            self.scale, self.work,
+            self.scale, self.pieces,
         )  # fmt: skip
         self.dq.add(rows, dq)
         if one.order is not None:
@@ -301,7 +307,7 @@ class _Backward:
             if count:
                 some = rows[at : at + count].to(self.work)
                 for n, total in enumerate((self.dk, self.dv)):
-                    held = total.total(self.keys.k, self.work)
+                    held = total.total(self.keys.k)
                     held.index_add_(1, index[at : at + count], some[:, :, n].transpose(0, 1))
             at += count
 
@@ -309,8 +315,8 @@ class _Backward:
 class _Sum:
     """A sum over rows that starts as its first summand where that covers all of them."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self.rows, self.dtype = rows, dtype
         self._held: Tensor | None = None
         self._waiting: list[tuple[Rows, Tensor]] = []
 
@@ -318,18 +324,19 @@ class _Sum:
         if self._held is not None:
             rows.add(self._held, values)
         elif rows.slices == ((0, self.rows),):
-            self._held = values
-            for some, before in self._waiting:
-                some.add(self._held, before)
-            self._waiting.clear()
+            self._hold(values.to(self.dtype))
         else:
             self._waiting.append((rows, values))
 
-    def total(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def total(self, like: Tensor) -> Tensor:
         """The sum, of the shape of ``like``: zeros where nothing was added."""
         if self._held is None:
-            self._held = torch.zeros(like.shape, dtype=dtype, device=like.device)
-            for some, before in self._waiting:
-                some.add(self._held, before)
-            self._waiting.clear()
+            self._hold(torch.zeros(like.shape, dtype=self.dtype, device=like.device))
+        assert self._held is not None
         return self._held
+
+    def _hold(self, values: Tensor) -> None:
+        self._held = values
+        for some, before in self._waiting:
+            some.add(values, before)
+        self._waiting.clear()

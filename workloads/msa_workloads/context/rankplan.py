@@ -117,6 +117,20 @@ class Pass:
     keys: Runs
     order: Rows | None = None
 
+    def gather(self, local: torch.Tensor, remote: torch.Tensor) -> torch.Tensor:
+        """Rows of the pass's keys (B, local + remote, ...), in its order; one copy."""
+        if self.order is None:
+            return torch.cat([local, remote], 1)
+        if len(self.order.slices) > MAX_SLICES:
+            return self.order.take(torch.cat([local, remote], 1))
+        here, pieces = local.shape[1], []
+        for begin, end in self.order.slices:
+            if begin < here:
+                pieces.append(local[:, begin : min(end, here)])
+            if end > here:
+                pieces.append(remote[:, max(begin, here) - here : end - here])
+        return torch.cat(pieces, 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -260,7 +274,12 @@ class _Builder:
         )
         local = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
         keys = np.concatenate([self.own[slice(*local)], tokens])
-        return Pass(rows, self.place(mine), local, 0, self.place(keys))
+        placed = self.place(keys)
+        order = np.argsort(keys, kind="stable")
+        arranged = self.place(keys[order])
+        if len(arranged.begin) >= len(placed.begin):
+            return Pass(rows, self.place(mine), local, 0, placed)
+        return Pass(rows, self.place(mine), local, 0, arranged, Rows.listed(order))
 
     def remote(self, mask: NDArray[np.bool_], stage: int, tokens: Ints) -> Pass:
         """The stretch of rows that holds ``mask`` on the remote ``tokens`` alone."""
