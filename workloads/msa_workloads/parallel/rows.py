@@ -1,0 +1,109 @@
+"""Moving rows of a sequence between tensor ranks, and reading a rank's own part of a parameter.
+
+Outside attention and MLP each tensor rank holds an equal slice of the rows (tokens) of every
+activation. Tensors are plain ones of shape (batch, rows, size); rows of the ranks follow each
+other, and the last ranks' may be padding where the rows do not divide.
+
+Functional collectives do the work, so that ``torch.compile`` and recomputation policies see them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(B, n, H) of every rank -> (B, ranks * n, H) on all; gradients are summed over the ranks."""
+    return _Gather.apply(mine, group)
+
+
+def scatter_rows(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of every rank's (B, rows, H), of which each rank keeps its slice (B, n, H).
+
+    Rows are padded with zeros to a multiple of the ranks first.
+    """
+    return _Scatter.apply(pad_rows(partial, dist.get_world_size(group)), group)
+
+
+def pad_rows(rows: Tensor, ranks: int, value: float = 0) -> Tensor:
+    """``rows`` with dim 1 padded at its end to a multiple of ``ranks``."""
+    missing = -rows.shape[1] % ranks
+    if not missing:
+        return rows
+    return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, missing), value=value)
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that is sharded or replicated over tensor ranks.
+
+    Of a replicated one it is the whole, and the gradients that the ranks find for it, each from
+    its own rows or heads, are summed in fp32. A plain tensor is returned as it is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter.to_local()
+    if isinstance(parameter.placements[0], Shard):
+        return local
+    return _SumGradients.apply(local, parameter.device_mesh.get_group())
+
+
+def part_bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First and last index (exclusive) of ``rank``'s part of ``size`` items, as DTensor cuts."""
+    each = -(-size // ranks)
+    return min(rank * each, size), min((rank + 1) * each, size)
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks, (batch, rows) = dist.get_world_size(group), mine.shape[:2]
+    pieces = collectives.all_gather_tensor(mine.contiguous(), 0, group)
+    pieces = collectives.wait_tensor(pieces)
+    if batch == 1:
+        return pieces.view(1, ranks * rows, *mine.shape[2:])
+    return pieces.unflatten(0, (ranks, batch)).transpose(0, 1).flatten(1, 2)
+
+
+def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks, batch = dist.get_world_size(group), whole.shape[0]
+    pieces = whole if batch == 1 else whole.unflatten(1, (ranks, -1)).transpose(0, 1)
+    flat = pieces.reshape(ranks * batch, -1, *whole.shape[2:])
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(flat, "sum", 0, group))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(mine, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return _scattered(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(whole, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return _gathered(grad, ctx.group), None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        wide = grad.float() if grad.dtype.itemsize < 4 else grad
+        total = collectives.all_reduce(wide.contiguous(), "sum", ctx.group)
+        return collectives.wait_tensor(total).to(grad.dtype), None

@@ -1,0 +1,143 @@
+"""Cross-entropy over a vocabulary that is split over tensor ranks; no rank ever holds all logits.
+
+Equal to :mod:`msa_workloads.loss` on one process. Ranks enter with their slices of the rows
+(:mod:`msa_workloads.parallel.rows`) and leave with the same loss; a chunk's hidden states are
+gathered, each rank computes the logits of its part of the vocabulary, and one exchange of two
+numbers per token and rank (log-sum-exp and the label's logit) gives the loss.
+
+Gradients are computed in the same pass, while a chunk's logits exist: they are scaled in backward,
+and logits are neither kept nor computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from msa_workloads.data import IGNORE
+from msa_workloads.parallel.rows import own_part, pad_rows, part_bounds
+
+
+def summed_loss(hidden: Tensor, weight: DTensor, labels: Tensor, chunk: int = 0) -> Tensor:
+    """Cross-entropy summed over all labels, an fp32 scalar, the same on every tensor rank.
+
+    ``hidden`` is this rank's slice (B, n, H) of the rows, ``weight`` the output head (V, H)
+    sharded by vocabulary, ``labels`` (B, S) those of all rows, with n = ceil(S / ranks). At most
+    ``chunk`` tokens' logits exist at a time (0: all at once, and always one token a rank).
+    Gradients are those of this one loss, whatever the number of ranks.
+    """
+    if not torch.is_grad_enabled():
+        return token_losses(hidden, weight, labels, chunk).sum()
+    return _Loss.apply(hidden, own_part(weight), labels, _part(weight), chunk)
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: DTensor, labels: Tensor, chunk: int = 0) -> Tensor:
+    """Cross-entropy in nats per token, fp32 (B, S), 0 where ignored; without gradients."""
+    part = _part(weight)
+    chunks = _Chunks.of(hidden, labels, part, chunk)
+    matrix = own_part(weight).detach()
+    found = [_chunk_loss(rows, matrix, goals, part)[0] for rows, goals, _ in chunks]
+    by_rank = torch.cat([losses.view(part.ranks, -1) for losses in found], 1)
+    batch, length = labels.shape
+    return by_rank.view(part.ranks, batch, -1).transpose(0, 1).reshape(batch, -1)[:, :length]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which entries of the vocabulary this rank has."""
+
+    group: dist.ProcessGroup
+    ranks: int
+    begin: int
+    end: int
+
+
+def _part(weight: DTensor) -> _Part:
+    group = weight.device_mesh.get_group()
+    ranks = dist.get_world_size(group)
+    return _Part(group, ranks, *part_bounds(weight.shape[0], ranks, dist.get_rank(group)))
+
+
+class _Chunks:
+    """Pieces of equal rows of every rank: gathered hidden states (ranks * m, H) and labels."""
+
+    def __init__(self, flat: Tensor, labels: Tensor, part: _Part, rows: int) -> None:
+        self._flat, self._labels, self._part, self._rows = flat, labels, part, rows
+
+    @classmethod
+    def of(cls, hidden: Tensor, labels: Tensor, part: _Part, chunk: int) -> _Chunks:
+        padded = pad_rows(labels, part.ranks, IGNORE)
+        by_rank = padded.unflatten(1, (part.ranks, -1)).transpose(0, 1).flatten(1)
+        flat = hidden.flatten(0, -2)
+        return cls(flat, by_rank, part, max(1, chunk // part.ranks) if chunk else len(flat))
+
+    def __iter__(self):
+        for begin in range(0, len(self._flat), max(1, self._rows)):
+            own = slice(begin, min(begin + self._rows, len(self._flat)))
+            rows = collectives.all_gather_tensor(self._flat[own], 0, self._part.group)
+            yield collectives.wait_tensor(rows), self._labels[:, own].flatten(), own
+
+
+def _chunk_loss(
+    rows: Tensor, matrix: Tensor, labels: Tensor, part: _Part
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (tokens,), logits (tokens, part of V) and log-sum-exp (tokens, 1), all fp32."""
+    logits = (rows @ matrix.T).float()
+    mine = (labels >= part.begin) & (labels < part.end)
+    at = (labels - part.begin).where(mine, 0).unsqueeze(1)
+    wanted = logits.gather(1, at).squeeze(1).where(mine, 0.0)
+    told = torch.stack([torch.logsumexp(logits, 1), wanted])
+    all_told = collectives.wait_tensor(collectives.all_gather_tensor(told, 0, part.group))
+    sums, goals = all_told.view(part.ranks, 2, -1).unbind(1)
+    total = torch.logsumexp(sums, 0)
+    losses = (total - goals.sum(0)).where(labels != IGNORE, 0.0)
+    return losses, logits, total.unsqueeze(1)
+
+
+def _chunk_gradient(logits: Tensor, total: Tensor, labels: Tensor, part: _Part) -> Tensor:
+    """Gradient of the chunk's summed loss for its logits, in place."""
+    gradient = logits.sub_(total).exp_()
+    mine = (labels >= part.begin) & (labels < part.end)
+    at = (labels - part.begin).where(mine, 0).unsqueeze(1)
+    gradient.scatter_add_(1, at, -mine.to(gradient.dtype).unsqueeze(1))
+    return gradient.mul_((labels != IGNORE).unsqueeze(1))
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, matrix: Tensor, labels: Tensor, part: _Part, chunk: int):
+        wants_hidden, wants_matrix = ctx.needs_input_grad[:2]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden).flatten(0, -2) if wants_hidden else None
+        d_matrix = None
+        for rows, goals, own in _Chunks.of(hidden, labels, part, chunk):
+            losses, logits, sums = _chunk_loss(rows, matrix, goals, part)
+            total += losses.sum()
+            if not (wants_hidden or wants_matrix):
+                continue
+            gradient = _chunk_gradient(logits, sums, goals, part).to(rows.dtype)
+            if d_hidden is not None:
+                piece = collectives.reduce_scatter_tensor(gradient @ matrix, "sum", 0, part.group)
+                d_hidden[own] = collectives.wait_tensor(piece)
+            if wants_matrix:
+                piece = gradient.T @ rows
+                # Sums over chunks in fp32: bf16 would lose what late chunks add.
+                d_matrix = piece.float() if d_matrix is None else d_matrix.add_(piece)
+        ctx.save_for_backward(
+            None if d_hidden is None else d_hidden.view_as(hidden),
+            None if d_matrix is None else d_matrix.to(matrix.dtype),
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        d_hidden, d_matrix = (
+            None if found is None else found * grad.to(found.dtype) for found in ctx.saved_tensors
+        )
+        return d_hidden, d_matrix, None, None, None
