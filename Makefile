@@ -27,7 +27,7 @@ export UV_HTTP_TIMEOUT ?= 180
 # Otherwise pyright asks the package index for a newer version of itself on every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test cluster cluster-down lint format bench crd lock hooks clean
+.PHONY: help setup demo test cluster cluster-down lint format bench crd charts lock hooks clean
 
 help: ## Explain the targets
 	@printf 'Flash-MSA Operator\n\n'
@@ -54,12 +54,13 @@ cluster: $(VENV)/.installed ## Bring up a Kubernetes of two nodes with KubeRay; 
 cluster-down: $(VENV)/.installed
 	$(BIN)/python tests/e2e down $(or $(NAME),dev)
 
-lint: $(VENV)/.installed ## Style, types, import rules, and whether the generated CRDs are current
+lint: $(VENV)/.installed ## Style, types, import rules, and whether what is generated is current
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m msa_operator.crd --check
+	$(BIN)/python -m msa_operator.chart --check
 
 format: $(VENV)/.installed ## Format the code and fix what can be fixed by itself
 	$(BIN)/ruff check --fix
@@ -70,8 +71,12 @@ bench: $(VENV)/.installed ## Run the benchmarks and record each result beside it
 	    echo "$$script"; $(BIN)/python "$$script" --output "$${script%.py}.json" $(ARGS); \
 	done
 
-crd: $(VENV)/.installed ## Generate manifests/crds from the types in msa_operator.api
+crd: $(VENV)/.installed ## Generate manifests/crds, and what the charts take from the code
 	$(BIN)/python -m msa_operator.crd
+	$(BIN)/python -m msa_operator.chart
+
+charts: crd ## Render manifests/install.yaml from the charts; builds helm once
+	$(BIN)/python tests/e2e render
 
 # Existing pins are kept; `make lock ARGS=--upgrade` moves them.
 PIN := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \

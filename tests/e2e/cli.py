@@ -5,6 +5,7 @@ python tests/e2e up [NAME]          bring a cluster up; it stays
 python tests/e2e down [NAME]        take it down and restore everything
 python tests/e2e status             which clusters run
 python tests/e2e kubeconfig [NAME]  print the path of an administrator's kubeconfig
+python tests/e2e render             write manifests/install.yaml from the charts
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import cluster, machine
+from . import charts, cluster, machine
 from .build import build_all
 from .paths import Unavailable
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python tests/e2e", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=["build", "up", "down", "status", "kubeconfig"])
+    parser.add_argument("command", choices=[*_COMMANDS])
     parser.add_argument("name", nargs="?", default="dev")
     options = parser.parse_args(arguments)
     try:
@@ -70,10 +71,16 @@ def _kubeconfig(name: str) -> int:
     return 0
 
 
+def _render(_: str) -> int:
+    print(f"wrote {charts.write_install_manifest()}")
+    return 0
+
+
 _COMMANDS = {
     "build": _build,
     "up": _up,
     "down": _down,
     "status": _status,
     "kubeconfig": _kubeconfig,
+    "render": _render,
 }
