@@ -7,17 +7,18 @@
     torchrun --nproc-per-node 2 benchmarks/context/two_gpus.py --tokens 2048 --heads 4 2 16 \\
         --window 256 --rounds 3
 
-The two sides alternate in every round, so that clocks and heat fall on both alike: each rank
-first computes the whole sequence alone, all ranks at once, then its share of it. A side's time is
-that of its slowest rank; the speed-up is the ratio of a round's two times, its median over rounds,
-and a 95 % interval from resampling rounds. Every result is compared with that of one rank at the
-timed shape before anything is timed.
+The sides alternate in every round, so that clocks and heat fall on all alike: each rank first
+computes the whole sequence alone, all ranks at once, then its share of it by our method and by
+those of benchmarks/context/peers.py. A side's time is that of its slowest rank; a speed-up is the
+ratio of a round's two times, its median over rounds, and a 95 % interval from resampling rounds.
+Every result is compared with that of one rank at the timed shape before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -40,6 +41,7 @@ from msa_workloads.context.commplan import plan_bytes
 from msa_workloads.context.exchange import moved, reset
 from msa_workloads.context.layout import Layout, contiguous, residues, zigzag
 from msa_workloads.context.solver import measure, solve
+from peers import Peer, peers
 
 RESAMPLES = 4000
 DEFAULT = Options()
@@ -72,7 +74,7 @@ def methods(a: argparse.Namespace, ranks: int) -> list[Method]:
         Method("window, solved, bf16 gradients", window, solved, bf16),
         Method("window, contiguous", window, flat),
         Method("window, ulysses", window, contiguous(tokens, 1, unit * ranks), ulysses=True),
-        Method("sinks, contiguous", sinks, flat),
+        Method("sinks, solved", sinks, solved),
         Method("dilated, residues", Dilated(4), residues(tokens, ranks, 4, multiple=unit)),
     ]
     return [m for m in listed if not a.only or any(word in m.name for word in a.only)]
@@ -161,18 +163,26 @@ def run(a: argparse.Namespace, method: Method, device: torch.device) -> dict[str
     one = Side(alone, whole)
     mine = Side(share, home.shard(whole, rank))
     errors = compare(one, mine, home, rank)
+    sides = {"one": one, "mine": mine}
+    beside = {}
+    for peer in rivals(a, method, device):
+        layout = (zigzag if peer.layout == "zigzag" else contiguous)(a.tokens, ranks, a.multiple)
+        side = Side(functools.partial(through, peer, method.pattern), layout.shard(whole, rank))
+        beside[peer.name] = compare(one, side, layout, rank)
+        sides[peer.name] = side
     reset()
     mine.forward()
     sent = {name: count.sent for name, count in moved().items()}
     mine.backward()
     total = {name: count.sent for name, count in moved().items()}
-    one.out = mine.out = None
+    for side in sides.values():
+        side.out = None
 
     clock = Clock(device)
-    times: dict[str, list[np.ndarray]] = {"one": [], "mine": []}
+    times: dict[str, list[np.ndarray]] = {name: [] for name in sides}
     peaks: dict[str, int] = {}
     for number in range(a.warmup + a.rounds):
-        for name, side in (("one", one), ("mine", mine)):
+        for name, side in sides.items():
             if clock.cuda:
                 torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() if clock.cuda else 0
@@ -187,8 +197,10 @@ def run(a: argparse.Namespace, method: Method, device: torch.device) -> dict[str
     )
     pairs = sum(method.pattern.for_group(g).pairs(a.tokens) for g in range(kv_heads))
     price = measure(method.name, method.layout, {method.pattern: 1}, (a.tokens,))
-    return row(a, method, ranks, times, pairs * (q_heads // kv_heads)) | {
+    useful = pairs * (q_heads // kv_heads)
+    return row(a, method, ranks, times, useful) | {
         "errors": errors,
+        "peers": [rival(a, n, times, useful, peaks, beside[n]) for n in beside],
         "balance": round(price.balance, 4),
         "layout": method.layout.describe(),
         "backends": sorted({used.backend for used in backends.used()}),
@@ -198,6 +210,39 @@ def run(a: argparse.Namespace, method: Method, device: torch.device) -> dict[str
         "peak_bytes": peaks.get("mine", 0),
         "peak_bytes_one": peaks.get("one", 0),
     }
+
+
+def rivals(a: argparse.Namespace, method: Method, device: torch.device) -> list[Peer]:
+    """Methods of others that do the same work; with each of ours but variants of one."""
+    if not a.peers or isinstance(method.pattern, Dense) is isinstance(method.pattern, Window):
+        return []
+    return peers(device, method.pattern.window if isinstance(method.pattern, Window) else None)
+
+
+def through(
+    peer: Peer, pattern: Pattern, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    return peer.run(q, k, v, pattern.window if isinstance(pattern, Window) else None)
+
+
+def rival(
+    a: argparse.Namespace, name: str, times: dict[str, list[np.ndarray]], pairs: int,
+    peaks: dict[str, int], errors: dict[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """A peer's times, and how many times faster ours was in the same rounds."""
+    slow = {n: np.stack(times[n]).max(1) for n in (name, "mine")}
+    theirs, ours = slow[name].sum(1), slow["mine"].sum(1)
+    total = statistics.median(theirs.tolist())
+    return {
+        "method": f"{name}, {'flash-attn-4' if torch.cuda.is_available() else 'dense PyTorch'}",
+        "forward_ms": statistics.median(slow[name][:, 0].tolist()),
+        "backward_ms": statistics.median(slow[name][:, 1].tolist()),
+        "total_ms": total, "total_ms_interval": interval(theirs, np.median),
+        "ours_over_peer": statistics.median((theirs / ours).tolist()),
+        "ours_over_peer_interval": interval(theirs / ours, np.median),
+        "useful_tflops_per_gpu": 14 * a.heads[2] * pairs / dist.get_world_size() / total / 1e9,
+        "peak_bytes": peaks.get(name, 0), "errors": errors,
+    }  # fmt: skip
 
 
 def compare(one: Side, mine: Side, home: Layout, rank: int) -> dict[str, float]:
@@ -273,6 +318,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[], help="words of method names")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no method after this")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -288,7 +335,14 @@ def main() -> None:
     # All ranks meet once before any pair does: NCCL forms its communicator then.
     dist.all_reduce(torch.zeros(1, device=device))
     result = machine(device) | {"ranks": dist.get_world_size(), "rows": []}
+    began = time.perf_counter()
     for method in methods(a, dist.get_world_size()):
+        late = torch.tensor(float(time.perf_counter() - began > a.seconds), device=device)
+        dist.all_reduce(late, dist.ReduceOp.MAX)
+        if late:
+            if dist.get_rank() == 0:
+                print(f"out of time before {method.name}", flush=True)
+            break
         backends.reset()
         found = run(a, method, device)
         result["rows"].append(found)
@@ -301,6 +355,14 @@ def main() -> None:
                 f"error {max(found['errors'].values()):.1e}  {found['backends']}",
                 flush=True,
             )
+            for peer in found["peers"]:
+                low, high = peer["ours_over_peer_interval"]
+                print(
+                    f"    {peer['method']:28} {peer['total_ms']:9.2f} ms  ours "
+                    f"x{peer['ours_over_peer']:.3f} [{low:.3f}, {high:.3f}]  "
+                    f"error {max(peer['errors'].values()):.1e}",
+                    flush=True,
+                )
             if a.out:
                 a.out.write_text(json.dumps(result, indent=1) + "\n")
         if cuda:
