@@ -7,9 +7,14 @@ key/value head. Pure Python, so that the control plane refuses what workers woul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from msa_kernels.pattern import BlockTopK, Pattern, PerHead
+
+TENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of a config's ``model_type`` that tensor parallelism splits."""
 
 
 class HeadsError(ValueError):
@@ -29,6 +34,39 @@ def valid_degrees(q_heads: int, kv_heads: int) -> list[int]:
 def tensor_degrees(q_heads: int, kv_heads: int, intermediate: int) -> list[int]:
     """Tensor degrees of a model: its heads split, and its MLP into equal parts."""
     return [n for n in valid_degrees(q_heads, kv_heads) if intermediate % n == 0]
+
+
+def check_tensor(config: Mapping[str, Any], degree: int) -> None:
+    """Raise :class:`HeadsError` when a model cannot be split over ``degree`` tensor ranks.
+
+    ``config`` is a Hugging Face config as a mapping; of one that leaves sizes to transformers'
+    defaults only what it says is checked.
+    """
+    if degree == 1:
+        return
+    family = config.get("model_type")
+    if family not in TENSOR_FAMILIES:
+        raise HeadsError(
+            f"found {degree} for a model of type {family!r}, allowed: 1; tensor parallelism is "
+            f"made for {', '.join(TENSOR_FAMILIES)}"
+        )
+    heads = config.get("num_attention_heads")
+    if heads is not None:
+        kv_heads = config.get("num_key_value_heads") or heads
+        inner = config.get("intermediate_size")
+        valid = tensor_degrees(heads, kv_heads, inner or 0)
+        if degree not in valid:
+            mlp = f", an MLP of {inner}" if inner else ""
+            raise HeadsError(
+                f"found {degree}, allowed: {', '.join(map(str, valid))} ({heads} query and "
+                f"{kv_heads} key/value heads{mlp}); nearest: {nearest(degree, valid)}"
+            )
+    vocabulary = config.get("vocab_size")
+    if vocabulary is not None and -(-vocabulary // degree) * (degree - 1) >= vocabulary:
+        raise HeadsError(
+            f"found {degree}, a vocabulary of {vocabulary} leaves the last rank without an entry; "
+            "use a smaller degree"
+        )
 
 
 def nearest(degree: int, valid: list[int]) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from msa_workloads.heads import HeadSplit, nearest, tensor_degrees
+from msa_workloads.heads import HeadsError, HeadSplit, check_tensor
 from msa_workloads.parallel.mesh import UnsupportedError
 from msa_workloads.parallel.rows import (
     gather_rows,
@@ -32,37 +32,6 @@ from msa_workloads.parallel.rows import (
     part_bounds,
     scatter_rows,
 )
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of a config's ``model_type`` whose modules the plans below describe."""
-
-
-def check_degree(config: Any, degree: int) -> None:
-    """Raise :class:`UnsupportedError` when a model cannot be split over ``degree`` tensor ranks.
-
-    ``config`` is a Hugging Face config; nothing is built.
-    """
-    if degree == 1:
-        return
-    if config.model_type not in FAMILIES:
-        raise UnsupportedError(
-            f"mesh.tensor: found {degree} for a model of type {config.model_type!r}; tensor "
-            f"parallelism is made for {', '.join(FAMILIES)}, use tensor: 1 with other types"
-        )
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    valid = tensor_degrees(heads, kv_heads, config.intermediate_size)
-    if degree not in valid:
-        raise UnsupportedError(
-            f"mesh.tensor: found {degree}, allowed: {', '.join(map(str, valid))} ({heads} query "
-            f"and {kv_heads} key/value heads, MLP of {config.intermediate_size}); nearest: "
-            f"{nearest(degree, valid)}"
-        )
-    begin, end = part_bounds(config.vocab_size, degree, degree - 1)
-    if begin == end:
-        raise UnsupportedError(
-            f"mesh.tensor: found {degree}, a vocabulary of {config.vocab_size} leaves the last "
-            "rank without a token; use a smaller degree"
-        )
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -73,11 +42,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     Whatever gives modules another forward comes before this call. A layer's pattern
     (:func:`msa_kernels.hf.set_patterns`) becomes that of the rank's own heads.
 
-    Raises :class:`UnsupportedError` for models and degrees that :func:`check_degree` refuses, and
-    for a parameter that the plans do not know.
+    Raises :class:`UnsupportedError` for models and degrees that
+    :func:`msa_workloads.heads.check_tensor` refuses, and for a parameter that no plan knows.
     """
     config: Any = model.config
-    check_degree(config, mesh.size())
+    try:
+        check_tensor(config.to_dict(), mesh.size())
+    except HeadsError as error:
+        raise UnsupportedError(f"mesh.tensor: {error}") from None
     split = HeadSplit(config.num_attention_heads, config.num_key_value_heads, mesh.size())
     for layer in model.base_model.layers:  # type: ignore[union-attr]
         parallelize_module(layer, mesh, _layer_plan(split))
