@@ -28,6 +28,8 @@ backends.preload()
 
 Packing: TypeAlias = Documents | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
+DIRECT = ("sdpa", "flex")
+"""Backends that are PyTorch functions, which a compiled graph holds in place of an operator."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 """What the registers and shared memory of a GPU hold as one tile; also the limit of every fused
@@ -81,21 +83,28 @@ def msa_attention(
     placement = _placement(q, k, pattern, documents, align)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    request = Request(
-        device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
-        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=pattern,
-        plain=_plain(placement, q.shape[1], k.shape[1]), needs_grad=needs_grad,
-        return_lse=return_lse, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    chosen = backends.resolve(request, backend)
-    if isinstance(chosen, backends.Direct):
-        if not torch.compiler.is_compiling():
-            backends.record(chosen.name, q, k, pattern, not request.plain)
-        out, lse = chosen.attend(q, k, v, pattern, placement, factor, return_lse)
+    compiling = torch.compiler.is_compiling()
+    direct = None
+    if not compiling or backend in DIRECT:
+        request = Request(
+            device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1],
+            k_rows=k.shape[1], q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
+            pattern=pattern, plain=placement.plain(q.shape[1], k.shape[1]), needs_grad=needs_grad,
+            return_lse=return_lse, deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        chosen = backends.resolve(request, backend)
+        backend = chosen.name
+        direct = chosen if isinstance(chosen, backends.Direct) else None
+        if direct is not None and not compiling:
+            backends.record(backend, q, k, pattern, not request.plain)
+    # Inside a compiled graph the operator itself resolves the backend, when it runs: lengths that
+    # decide between implementations would otherwise be compiled in.
+    if direct is not None:
+        out, lse = direct.attend(q, k, v, pattern, placement, factor, return_lse)
     else:
         out, lse = attention(
             q, k, v, encode(pattern), factor, placement.documents, placement.q_bounds,
-            placement.k_bounds, placement.align, chosen.name,
+            placement.k_bounds, placement.align, backend,
         )  # fmt: skip
     if return_lse:
         assert lse is not None
@@ -235,8 +244,3 @@ def _check_integers(name: str, tensor: torch.Tensor) -> None:
 def _ids(documents: Documents, batch: int) -> torch.Tensor:
     lengths = torch.tensor(documents.lengths)
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths).expand(batch, -1)
-
-
-def _plain(placement: Placement, q_rows: int, k_rows: int) -> bool:
-    shifted = q_rows != k_rows and placement.align == "bottom-right"
-    return placement.documents is None and placement.q_bounds is None and not shifted

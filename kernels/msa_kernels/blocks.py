@@ -63,6 +63,13 @@ class Runs:
             raise ValueError(f"runs must ascend without overlap inside {rows} rows")
         return cls(begin, length, position, document, rows)
 
+    @functools.cached_property
+    def content(self) -> tuple[int, bytes, bytes, bytes, bytes]:
+        """Equal for equal runs: a key for caches."""
+        arrays = (self.begin, self.length, self.position, self.document)
+        begin, length, position, document = (a.tobytes() for a in arrays)
+        return self.rows, begin, length, position, document
+
     def token_maps(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Position and document of every row, int32 (rows,); document -1 outside all runs."""
         position = np.zeros(self.rows, np.int32)

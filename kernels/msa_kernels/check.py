@@ -197,7 +197,7 @@ def norm_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _error(
     found: torch.Tensor, wanted: torch.Tensor, size: Callable[[torch.Tensor], float]
 ) -> float:  # fmt: skip
-    found = found.detach().double().cpu()
+    found = found.detach().to(wanted.device, torch.float64)
     finite = torch.isfinite(wanted)
     if not torch.equal(torch.where(finite, 0, found), torch.where(finite, 0, wanted)):
         return math.inf

@@ -11,8 +11,8 @@ with the LSE and delta of the whole sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -45,7 +45,7 @@ def forward(
     ``queries.rows`` is Sq and ``keys.rows`` is Sk.
     """
     dtype = out_dtype or q.dtype
-    groups = list(head_groups(pattern, q.shape[2], k.shape[2]))
+    groups = head_groups(pattern, q.shape[2], k.shape[2])
     if len(groups) == 1:
         return _forward_group(
             kernel, q, k, v, plan(groups[0].pattern, queries, keys), scale, dtype
@@ -73,7 +73,7 @@ def backward(
     out: torch.Tensor,
     dout: torch.Tensor,
     lse: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
     pattern: Pattern,
     queries: Runs,
     keys: Runs,
@@ -83,10 +83,11 @@ def backward(
     """dQ, dK, dV in ``grad_dtype`` (that of q when None).
 
     ``out``, ``lse`` and ``delta`` are those of the whole softmax, over every part and rank;
-    delta = rowsum(dout * out) - dlse, (B, Hq, Sq) like ``lse``.
+    delta = rowsum(dout * out) - dlse, (B, Hq, Sq) like ``lse``; None leaves rowsum(dout * out) to
+    a kernel that forms it.
     """
     dtype = grad_dtype or q.dtype
-    groups = list(head_groups(pattern, q.shape[2], k.shape[2]))
+    groups = head_groups(pattern, q.shape[2], k.shape[2])
     if len(groups) == 1:
         parts = plan(groups[0].pattern, queries, keys)
         return _backward_group(kernel, q, k, v, out, dout, lse, delta, parts, scale, dtype)
@@ -100,7 +101,7 @@ def backward(
         some = _backward_group(
             kernel, group.queries(q), group.keys(k), group.keys(v), group.queries(out),
             group.queries(dout),
-            lse[:, heads], delta[:, heads], parts, scale, dtype,
+            lse[:, heads], None if delta is None else delta[:, heads], parts, scale, dtype,
         )  # fmt: skip
         group.put_queries(dq, some[0])
         group.put_keys(dk, some[1])
@@ -159,13 +160,15 @@ class HeadGroup:
         return torch.tensor(self.members, device=device)
 
 
-def head_groups(pattern: Pattern, q_heads: int, kv_heads: int) -> Iterator[HeadGroup]:
+@lru_cache(maxsize=256)
+def head_groups(pattern: Pattern, q_heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
     """Key/value heads by equal pattern, each in one group."""
     members: dict[Pattern, list[int]] = {}
     for head in range(kv_heads):
         members.setdefault(pattern.for_group(head), []).append(head)
-    for shared, heads in members.items():
-        yield HeadGroup(shared, tuple(heads), q_heads, kv_heads)
+    return tuple(
+        HeadGroup(shared, tuple(heads), q_heads, kv_heads) for shared, heads in members.items()
+    )
 
 
 def _forward_group(
@@ -190,8 +193,8 @@ def _forward_group(
 
 def _backward_group(
     kernel: TileKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, parts: tuple[PartPlan, ...],
-    scale: float, dtype: torch.dtype,
+    dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None,
+    parts: tuple[PartPlan, ...], scale: float, dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
     if not parts:
         dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
@@ -202,7 +205,7 @@ def _backward_group(
         dq, dk, dv = kernel.backward(
             fold(q, part, part.q_order), fold(k, part, part.k_order), fold(v, part, part.k_order),
             fold(out, part, part.q_order), fold(dout, part, part.q_order), fold_rows(lse, part),
-            fold_rows(delta, part), part, scale, partial_dtype,
+            None if delta is None else fold_rows(delta, part), part, scale, partial_dtype,
         )  # fmt: skip
         found.append(
             (unfold(dq, part), unfold(dk, part, keys=True), unfold(dv, part, keys=True))

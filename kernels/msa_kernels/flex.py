@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from msa_kernels import engine
+from msa_kernels.backend import Direct
 from msa_kernels.blocks import TileLists
 from msa_kernels.merge import merge
 from msa_kernels.pattern import Pattern
@@ -29,7 +30,7 @@ MAX_ROWS = 1 << 18
 int32 here; from four times the length on they would cost more memory than the keys."""
 
 
-class Flex:
+class Flex(Direct):
     """:class:`msa_kernels.backend.Direct` on ``torch.nn.attention.flex_attention``."""
 
     name = "flex"

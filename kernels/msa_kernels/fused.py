@@ -43,6 +43,8 @@ def row_delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) 
 
 def merge(partials: Sequence[Partial], dtype: torch.dtype) -> Partial:
     """:func:`msa_kernels.merge.merge` with the output in ``dtype``; not differentiable here."""
+    if len(partials) == 1:
+        return partials[0][0].to(dtype), partials[0][1]
     if not _fusable(*(out for out, _ in partials)):
         return merge_in_torch(partials, dtype)
     from msa_kernels.triton import stats

@@ -1,13 +1,17 @@
 """Attention as PyTorch operators, one for each direction, with gradients, shapes and FLOPs.
 
-The pattern travels as its canonical JSON, documents and bounds as tensors: lists are made inside
-the operator, so that a compiled graph holds neither lists nor lengths. Both operators have fake
-kernels and FLOP formulas that count the pairs a pattern attends.
+The pattern travels as its canonical JSON, or as the hash of it where that is long, documents and
+bounds as tensors: lists are made and backends chosen inside the operator, so that a compiled graph
+holds neither lists nor lengths. Both operators have fake kernels and FLOP formulas that count the
+pairs a pattern attends.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+from collections import OrderedDict
 from functools import lru_cache
 
 import torch
@@ -19,23 +23,62 @@ from msa_kernels import engine, fused
 from msa_kernels.blocks import Runs
 from msa_kernels.pattern import Pattern, from_dict
 from msa_kernels.placement import Placement
-from msa_kernels.plan import Align, TileKernel
+from msa_kernels.plan import Align, Request, TileKernel
+
+LONG_TEXT = 4096
+"""Characters above which a pattern travels by its hash: an operator copies its text four times."""
+PATTERNS_KEPT = 256
 
 
 @torch.compiler.assume_constant_result
 def encode(pattern: Pattern) -> str:
-    """Canonical JSON of a pattern: equal text for equal patterns. A constant when compiled."""
-    return _encode(pattern)
+    """Canonical JSON of a pattern, or its hash: equal text for equal patterns. A constant when
+    compiled. Hashes are understood in this process, for the last 256 long patterns used."""
+    text = _encode(pattern)
+    if text.startswith(_HASH):
+        _keep(text, pattern)
+    return text
 
 
 @lru_cache(maxsize=256)
 def _encode(pattern: Pattern) -> str:
-    return json.dumps(pattern.to_dict(), separators=(",", ":"), sort_keys=True)
+    text = json.dumps(pattern.to_dict(), separators=(",", ":"), sort_keys=True)
+    if len(text) <= LONG_TEXT:
+        return text
+    return _HASH + hashlib.sha256(text.encode()).hexdigest()
+
+
+def decode(text: str) -> Pattern:
+    """The pattern of :func:`encode`."""
+    if not text.startswith(_HASH):
+        return _decode(text)
+    with _lock:
+        pattern = _long.get(text)
+    if pattern is None:
+        raise ValueError(
+            f"pattern {text} is not known here: encode() it first in this process, and keep at "
+            f"most {PATTERNS_KEPT} long patterns in flight"
+        )
+    _keep(text, pattern)
+    return pattern
 
 
 @lru_cache(maxsize=256)
-def decode(text: str) -> Pattern:
+def _decode(text: str) -> Pattern:
     return from_dict(json.loads(text))
+
+
+def _keep(text: str, pattern: Pattern) -> None:
+    with _lock:
+        _long[text] = pattern
+        _long.move_to_end(text)
+        while len(_long) > PATTERNS_KEPT:
+            _long.popitem(last=False)
+
+
+_HASH = "sha256:"
+_long: OrderedDict[str, Pattern] = OrderedDict()
+_lock = threading.Lock()
 
 
 @torch.library.custom_op("msa::attention", mutates_args=())
@@ -51,13 +94,14 @@ def attention(
     align: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq); ``backend`` names a tile kernel."""
+    """Output (B, Sq, Hq, Dv) in q's dtype and LSE (B, Hq, Sq); ``backend`` is that of a tile
+    kernel, or "auto" for the fastest of them."""
     view = _View(q, k, documents, q_bounds, k_bounds, align)
-    packed = documents is not None or q_bounds is not None
-    backends.record(backend, q, k, decode(pattern), packed)
+    what = decode(pattern)
+    kernel = _kernel(backend, q, k, what, view.plain, False)
+    backends.record(kernel.name, q, k, what, not view.plain)
     out, lse = engine.forward(
-        _kernel(backend), view.enter(q), view.enter(k), view.enter(v), decode(pattern),
-        *view.runs, scale,
+        kernel, view.enter(q), view.enter(k), view.enter(v), what, *view.runs, scale
     )  # fmt: skip
     return view.leave(out).contiguous(), view.leave_log(lse).contiguous()
 
@@ -99,13 +143,16 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the inputs' dtype, from the cotangents of the output and of the LSE."""
     view = _View(q, k, documents, q_bounds, k_bounds, align)
+    what = decode(pattern)
+    kernel = _kernel(backend, q, k, what, view.plain, dlse is not None)
     if dout is None:
         dout = torch.zeros_like(out)
-    delta = fused.row_delta(dout, out, dlse)
+    delta = None
+    if dlse is not None or not kernel.forms_delta:
+        delta = view.enter_log(fused.row_delta(dout, out, dlse))
     dq, dk, dv = engine.backward(
-        _kernel(backend), view.enter(q), view.enter(k), view.enter(v), view.enter(out),
-        view.enter(dout), view.enter_log(lse), view.enter_log(delta), decode(pattern),
-        *view.runs, scale,
+        kernel, view.enter(q), view.enter(k), view.enter(v), view.enter(out), view.enter(dout),
+        view.enter_log(lse), delta, what, *view.runs, scale,
     )  # fmt: skip
     return (
         view.leave(dq).contiguous(), view.leave(dk).contiguous(), view.leave(dv).contiguous()
@@ -163,6 +210,7 @@ class _View:
         placement = Placement(documents, q_bounds, k_bounds, _align(align))
         self.batch = q.shape[0]
         self.flat = placement.flattens and self.batch > 1
+        self.plain = placement.plain(q.shape[1], k.shape[1])
         self.runs: tuple[Runs, Runs] = placement.runs(q.shape[1], k.shape[1])
 
     def enter(self, rows: Tensor) -> Tensor:
@@ -178,10 +226,20 @@ class _View:
         return log[0].unflatten(1, (self.batch, -1)).transpose(0, 1) if self.flat else log
 
 
-def _kernel(name: str) -> TileKernel:
-    kernel = backends.load(name)
-    assert hasattr(kernel, "backward"), f"{name} is not a tile kernel"
-    return kernel  # type: ignore[return-value]
+def _kernel(
+    backend: str, q: Tensor, k: Tensor, pattern: Pattern, plain: bool, lse_gradient: bool
+) -> TileKernel:
+    """The tile kernel of that name, or the fastest that has the gradients asked for.
+
+    Kernels understand each other's LSE: forward and backward need not be the same one.
+    """
+    request = Request(
+        device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
+        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=pattern,
+        plain=plain, needs_grad=True, return_lse=lse_gradient,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return backends.tile_kernel(request, backend)
 
 
 def _align(name: str) -> Align:

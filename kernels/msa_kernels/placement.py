@@ -38,6 +38,11 @@ class Placement:
         """The batch is seen as one sequence of B * S rows, a document never crossing a row."""
         return self.documents is not None
 
+    def plain(self, q_rows: int, k_rows: int) -> bool:
+        """One document per batch row, its queries and keys starting at position 0."""
+        shifted = q_rows != k_rows and self.align == "bottom-right"
+        return self.documents is None and self.q_bounds is None and not shifted
+
     def runs(self, q_rows: int, k_rows: int) -> tuple[Runs, Runs]:
         """Runs of queries and keys; raises ValueError where the values make no sense."""
         if self.documents is not None:

@@ -39,17 +39,18 @@ def reference(
     align: Align = "bottom-right",
     dout: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
 ) -> Result:
-    """Attention in fp64 on the CPU, whatever the inputs' dtype and device.
+    """Attention in fp64 on ``device``, whatever the inputs' dtype and device.
 
     Arguments as in :func:`msa_kernels.attention.msa_attention`; ``documents`` are ids (B, S) and
     ``bounds`` the cumulative query and key bounds of a packed batch of one row. A row that sees
     no key gives 0 and -inf, and gradients 0.
     """
-    leaves = [t.detach().double().cpu().requires_grad_() for t in (q, k, v)]
+    leaves = [t.detach().to(device, torch.float64).requires_grad_() for t in (q, k, v)]
     q64, k64, v64 = leaves
     dim, group = q.shape[3], q.shape[2] // k.shape[2]
-    seen = visible(q, k, pattern, documents=documents, bounds=bounds, align=align)
+    seen = visible(q, k, pattern, documents=documents, bounds=bounds, align=align).to(device)
     scores = torch.einsum("bqhd,bkhd->bhqk", q64, k64.repeat_interleave(group, 2))
     scores = scores * (dim**-0.5 if scale is None else scale)
     scores = scores.masked_fill(~seen, -math.inf)
@@ -61,9 +62,9 @@ def reference(
     if dout is not None or dlse is not None:
         loss = out.new_zeros(())
         if dout is not None:
-            loss = loss + (out * dout.double().cpu()).sum()
+            loss = loss + (out * dout.to(device, torch.float64)).sum()
         if dlse is not None:
-            loss = loss + torch.where(some, lse * dlse.double().cpu(), 0.0).sum()
+            loss = loss + torch.where(some, lse * dlse.to(device, torch.float64), 0.0).sum()
         dq, dk, dv = torch.autograd.grad(loss, leaves)
         grads = dq, dk, dv
     lse = torch.where(some, lse, -math.inf)
@@ -84,9 +85,9 @@ def visible(
     rows = []
     for b in range(q.shape[0]):
         at = _positions(b, q.shape[1], k.shape[1], documents, bounds, align)
-        rows.append(
-            torch.stack([_visible(pattern.for_group(h // group), *at) for h in range(q.shape[2])])
-        )
+        each = [pattern.for_group(h // group) for h in range(q.shape[2])]
+        seen = {some: _visible(some, *at) for some in dict.fromkeys(each)}
+        rows.append(torch.stack([seen[some] for some in each]))
     return torch.stack(rows)
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from msa_kernels.backend import Direct
 from msa_kernels.pattern import Dense, Pattern
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Request
@@ -15,7 +16,7 @@ FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 DETERMINISTIC = [SDPBackend.FLASH_ATTENTION]
 
 
-class Sdpa:
+class Sdpa(Direct):
     """:class:`msa_kernels.backend.Direct` for Dense, one document per row, equal lengths."""
 
     name = "sdpa"

@@ -52,6 +52,7 @@ class TorchTiles:
     """:class:`msa_kernels.plan.TileKernel` in plain torch."""
 
     name = "torch"
+    forms_delta = False
 
     def refuses(self, request: Request) -> str | None:
         if not request.dtype.is_floating_point or request.dtype.itemsize < 2:
@@ -98,9 +99,10 @@ class TorchTiles:
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
-        grad_dtype: torch.dtype,
+        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
+        scale: float, grad_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert delta is not None
         work = _working(q.dtype)
         groups = _Groups(q.shape[0], q.shape[2], k.shape[2])
         keys, values = groups.keys(k), groups.keys(v)

@@ -35,6 +35,7 @@ class TritonKernel:
     """Tile kernels written in Triton; see :class:`msa_kernels.plan.TileKernel`."""
 
     name = "triton"
+    forms_delta = False
 
     def __init__(self, hopper: bool | None = None) -> None:
         """``hopper`` False keeps to the plain kernels; None decides by the device."""
@@ -94,9 +95,10 @@ class TritonKernel:
 
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: PartPlan, scale: float,
-        grad_dtype: torch.dtype,
+        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
+        scale: float, grad_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        assert delta is not None
         dout = dout.to(q.dtype)
         if dout.stride(-1) != 1:
             dout = dout.contiguous()

@@ -1,0 +1,169 @@
+"""cudnn-frontend (package ``nvidia-cudnn-frontend``) where it is the fastest: unions of intervals.
+
+Optional: present only when the package is installed, with nvidia-cutlass-dsl. Its kernels take any
+mask that is a few key intervals per query (:mod:`msa_kernels.intervals`), so that windows with
+sinks, block lists, different ones for every head too, and their unions are one call with nothing
+to merge. They form delta themselves, accumulate dQ in fp32, and need a plan of the mask, which is
+built on the device once per pattern and shape and kept with ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from msa_kernels import intervals
+from msa_kernels.fused import row_delta
+from msa_kernels.pattern import PatternError
+from msa_kernels.plan import PartPlan, Request
+
+CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+HEAD_DIMS = (*range(8, 129, 8), 256)
+TABLE_BYTES = 2 << 30
+"""Most memory for the table of interval ends while a plan is built."""
+
+
+class CudnnIntervals:
+    """:class:`msa_kernels.plan.TileKernel` on ``cudnn.flex_attention``."""
+
+    name = "cudnn"
+    forms_delta = True
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("cudnn") is None:
+            raise ImportError("the package nvidia-cudnn-frontend is not installed")
+        from cudnn import flex_attention  # type: ignore[import-not-found]
+
+        self._library = flex_attention
+
+    def refuses(self, request: Request) -> str | None:
+        if request.device.type != "cuda" or torch.version.cuda is None:
+            return "needs an NVIDIA GPU"
+        if torch.cuda.get_device_capability(request.device) not in CAPABILITIES:
+            return f"needs compute capability {' or '.join(f'{a}.{b}' for a, b in CAPABILITIES)}"
+        if request.dtype not in (torch.bfloat16, torch.float16):
+            return f"serves bfloat16 and float16, not {request.dtype}"
+        if request.head_dim not in HEAD_DIMS:
+            return f"serves multiples of 8 up to 128, and 256, not {request.head_dim}"
+        if not request.plain or request.q_rows != request.k_rows:
+            return "is used for one document per row, of equal query and key lengths"
+        try:
+            groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
+            parts = [group.parts() for group in groups]
+        except PatternError as error:
+            return str(error)
+        if any(len(some) != 1 for some in parts):
+            return "rounds its output, which partial results of a union must not be"
+        reasons = [intervals.unsupported(some[0]) for some in parts]
+        fold = max(some[0].fold for some in parts)
+        if fold > 1 and (len(groups) > 1 or request.q_rows % fold):
+            return f"needs a length that the dilation {fold} divides, the same for all heads"
+        heads = 1 if len(groups) == 1 else request.q_heads
+        ends = 1 + 2 * max(intervals.count(some[0]) for some in parts)
+        if heads * ends * request.batch * request.q_rows * 4 > TABLE_BYTES:
+            reasons.append(f"its table of intervals is capped at {TABLE_BYTES >> 30} GiB")
+        return next((reason for reason in reasons if reason), None)
+
+    def stacks(self, plan: PartPlan) -> bool:
+        """Heads of different rules run in one launch."""
+        return all(intervals.unsupported(head.part) is None for head in plan.heads)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        q, k, v = (_native(t) for t in (q, k, v))
+        mask = self._mask(plan, q, k, v, any(t.requires_grad for t in (q, k, v)))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        runner = plan.kept(
+            ("cudnn forward", id(mask), _layout(q, k, v)),
+            lambda: _compiled(self._library.FlexAttentionFwd(q, k, v, out, mask, lse)),
+        )
+        runner.execute(
+            q, k, v, out, mask, lse, workspace=_workspace(runner, q.device), softmax_scale=scale
+        )
+        return out.to(out_dtype), lse
+
+    def backward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
+        scale: float, grad_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        q, k, v, out = (_native(t) for t in (q, k, v, out))
+        dout = _native(dout.to(q.dtype))
+        lse = lse.contiguous()
+        # The library takes the cotangent of the LSE, not delta = rowsum(dout * out) - dlse.
+        dlse = None if delta is None else row_delta(dout, out, delta)
+        mask = self._mask(plan, q, k, v, True)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        layout = _layout(q, k, v, out, dout)
+        runner = plan.kept(
+            ("cudnn backward", id(mask), layout, dlse is None, deterministic),
+            lambda: _compiled(
+                self._library.FlexAttentionBwd(
+                    q, k, v, out, dout, lse, dq, dk, dv, mask, dlse, deterministic=deterministic
+                )
+            ),
+        )
+        runner.execute(
+            q, k, v, out, dout, lse, dq, dk, dv, mask, dlse,
+            workspace=_workspace(runner, q.device), softmax_scale=scale,
+        )  # fmt: skip
+        return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
+
+    def _mask(
+        self, plan: PartPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool
+    ) -> Any:
+        """The library's plan for these shapes, with what its backward needs where asked for."""
+        key = ("cudnn mask", q.device, q.dtype, q.shape, k.shape)
+        full = plan.kept((*key, "all"), dict)
+        if backward and not full:
+            full["plan"] = self._build(plan, q, k, v, True)
+        if full:
+            return full["plan"]
+        return plan.kept((*key, "forward"), lambda: self._build(plan, q, k, v, False))
+
+    def _build(
+        self, plan: PartPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool
+    ) -> Any:
+        rows, keys = q.shape[1], k.shape[1]
+        each = [intervals.ends(p.part, rows, keys, q.device) for p in plan.heads or (plan,)]
+        width = max(len(ends) for ends in each)
+        # Heads with fewer intervals repeat their last end: empty intervals.
+        each = [torch.cat([e, e[-1:].expand(width - len(e), -1)]) for e in each]
+        table = torch.stack(each)
+        if plan.heads:
+            table = table.repeat_interleave(q.shape[2] // k.shape[2], 0)
+        table = table.repeat(1, 1, q.shape[0]).contiguous()
+        return self._library.create_mask_plan(
+            table, q.detach(), k.detach(), v.detach(), build_backward=backward
+        )
+
+
+def _compiled(runner: Any) -> Any:
+    runner.check_support()
+    runner.compile()
+    return runner
+
+
+def _workspace(runner: Any, device: torch.device) -> torch.Tensor | None:
+    if not runner.workspace_size:
+        return None
+    return torch.empty(runner.workspace_size, dtype=torch.uint8, device=device)
+
+
+def _native(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, copied where the library could not read it: it loads 16 bytes at a time."""
+    aligned = tensor.data_ptr() % 16 == 0 and tensor.stride(-1) == 1
+    if aligned and all(stride and stride % 8 == 0 for stride in tensor.stride()[:-1]):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _layout(*tensors: torch.Tensor) -> Hashable:
+    return tuple((t.shape, t.stride()) for t in tensors)

@@ -1,0 +1,109 @@
+"""Intervals: a part as the stretches of keys that each query sees.
+
+The form that interval-mask kernels take. Bands, sinks, blocks and block lists are intervals, and
+so is any union of them; dilation and columns are not (they would need one interval per key).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from msa_kernels.rules import Part, Rule
+
+MOST = 256
+"""Intervals per query: beyond it the table of their ends outgrows the keys (2 KiB per query)."""
+
+
+def unsupported(part: Part) -> str | None:
+    """Why ``part`` is not a few intervals per query, or None."""
+    if part.minus:
+        return "serves unions of intervals without exclusions"
+    if any(rule.step > 1 for rule in part.rules):
+        return "serves intervals of keys, not dilated ones"
+    if any(rule.columns is not None for rule in part.rules):
+        return "serves intervals of keys, not columns"
+    found = count(part)
+    return f"serves at most {MOST} intervals per query, found {found}" if found > MOST else None
+
+
+def count(part: Part) -> int:
+    """An upper bound of the intervals of one query."""
+    return sum(_count(rule) for rule in part.rules)
+
+
+def _count(rule: Rule) -> int:
+    """Most intervals of one query; neighbouring blocks of a list are one interval."""
+    if rule.table is None:
+        return 1
+    return max((_stretches(row) for row in rule.table[1]), default=0)
+
+
+def _stretches(row: tuple[int, ...]) -> int:
+    return sum(at == 0 or k != row[at - 1] + 1 for at, k in enumerate(row))
+
+
+def ends(part: Part, q_rows: int, k_rows: int, device: torch.device) -> torch.Tensor:
+    """Int32 (odd, q_rows): query ``i`` sees ``[0, F0)`` and ``[F1, F2)``, ``[F3, F4)``, ...
+
+    Ends never fall along the first axis; F0 is 0 and unused pairs are empty. Queries are at
+    positions 0, 1, ...; ``part`` must not be :func:`unsupported`.
+    """
+    i = torch.arange(q_rows, device=device)
+    spans = [span for rule in part.rules for span in _spans(rule, i, k_rows)]
+    start = torch.stack([s for s, _ in spans])
+    stop = torch.stack([s for _, s in spans])
+    stop = torch.maximum(start, stop)
+    start, order = torch.where(stop > start, start, k_rows).sort(dim=0, stable=True)
+    stop = torch.where(start < k_rows, stop.gather(0, order), k_rows)
+    reach = stop.cummax(0).values
+    before = torch.cat([torch.full_like(reach[:1], -1), reach[:-1]])
+    # An interval begins where nothing earlier reaches; those that overlap or touch are one.
+    first = (start > before) & (start < k_rows)
+    number = first.cumsum(0) - 1
+    most = int(first.sum(0).max()) if q_rows else 0
+    made = torch.full((2 * most + 1, q_rows), k_rows, dtype=torch.int64, device=device)
+    made[0] = 0
+    at = torch.where(start < k_rows, number, most)
+    padded = made.new_full((most + 1, q_rows), k_rows)
+    begin = padded.scatter_reduce(0, at, start, "amin")
+    end = padded.zero_().scatter_reduce(0, at, stop, "amax")
+    made[1::2] = begin[:-1]
+    made[2::2] = torch.where(begin[:-1] < k_rows, end[:-1], k_rows)
+    return made.to(torch.int32)
+
+
+def _spans(rule: Rule, i: torch.Tensor, k_rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """First key and the one after the last, per query: one pair, or one for each listed block."""
+    low = torch.zeros_like(i) if rule.hi is None else (i - rule.hi + 1).clamp_(min=0)
+    high = torch.full_like(i, k_rows) if rule.lo is None else (i - rule.lo + 1).clamp_(max=k_rows)
+    if rule.sinks is not None:
+        high = high.clamp(max=rule.sinks)
+    if rule.block is not None:
+        block = i // rule.block * rule.block
+        low, high = torch.maximum(low, block), torch.minimum(high, block + rule.block)
+    if rule.table is None:
+        return [(low, high)]
+    size, rows = rule.table
+    stretches = [_joined(row) for row in rows]
+    most = max((len(row) for row in stretches), default=0)
+    if not most:
+        return [(low, low)]
+    empty = [(0, 0)] * most
+    table = torch.tensor([(row + empty)[:most] for row in stretches], device=i.device) * size
+    inside = i < len(rows) * size
+    mine = table[(i // size).clamp_(max=len(rows) - 1)] * inside[:, None, None]
+    return [
+        (torch.maximum(low, mine[:, n, 0]), torch.minimum(high, mine[:, n, 1]))
+        for n in range(most)
+    ]
+
+
+def _joined(row: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Listed blocks as stretches ``[first, last + 1)``."""
+    made: list[tuple[int, int]] = []
+    for k in row:
+        if made and made[-1][1] == k:
+            made[-1] = (made[-1][0], k + 1)
+        else:
+            made.append((k, k + 1))
+    return made

@@ -1,0 +1,127 @@
+"""Every pair of pattern, head size, group, length, placement, dtype and layout, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpucases import Case, call, compare, compute, covering, pattern
+from msa_kernels import backend
+from msa_kernels.pattern import (
+    Block,
+    BlockList,
+    Dense,
+    Pattern,
+    PerHead,
+    SinkWindow,
+    Union,
+    Window,
+)  # fmt: skip
+from msa_kernels.triton.launch import TritonKernel
+
+pytestmark = pytest.mark.gpu
+
+PLAIN = Case("dense", 128, 4, 1000, "one", "bfloat16", "contiguous", "fastest")
+
+
+@pytest.mark.parametrize("case", covering(), ids=str)
+def test_a_covering_set(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.kernels == "plain":
+        monkeypatch.setitem(backend._loaded, "triton", TritonKernel(hopper=False))
+    what = pattern(case.pattern, case.length)
+    given = call(case)
+    compare(given, what, compute(given, what, "triton"))
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("dense", 4099), ("sinks", 8193), ("union with dilation", 5003), ("lists per head", 4225)],
+)
+def test_large_odd_lengths(name: str, length: int) -> None:
+    given = call(Case(name, 128, 2, length, "one", "bfloat16", "contiguous", "fastest"), 1)
+    compare(given, pattern(name, length), compute(given, pattern(name, length), "triton"))
+
+
+@pytest.mark.parametrize("dim", [8, 40, 72, 100, 160, 250])
+def test_head_sizes_between_the_tuned_ones(dim: int) -> None:
+    given = call(Case("sinks", dim, 2, 300, "ids", "bfloat16", "contiguous", "fastest"))
+    compare(given, pattern("sinks", 300), compute(given, pattern("sinks", 300), "triton"))
+
+
+def _lists(count: int, seed: int) -> BlockList:
+    return BlockList(128, tuple(() if q == seed else (*range(q % 3, q + 1, 3),)
+                                for q in range(count)))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "dim", "ratio", "dtype"),
+    [
+        (SinkWindow(200, 70), 128, 4, "bfloat16"),
+        (Union((Window(200), _lists(8, 9))), 128, 4, "bfloat16"),
+        (PerHead((_lists(8, 2), _lists(8, 3))), 128, 4, "bfloat16"),
+        (Dense(causal=False), 64, 1, "float16"),
+        (Block(171), 96, 2, "bfloat16"),
+        (_lists(8, 0), 80, 8, "bfloat16"),
+        (Dense(), 256, 2, "bfloat16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["cudnn", "fa4"])
+def test_optional_packages(name: str, what: Pattern, dim: int, ratio: int, dtype: str) -> None:
+    """Where they are installed and serve the case: the LSE's gradient too, and strided inputs."""
+    for layout in ("contiguous", "packed qkv"):
+        given = call(Case("", dim, ratio, 1000, "one", dtype, layout, "fastest"))
+        try:
+            found = compute(given, what, name, lse=name == "cudnn")
+        except backend.BackendError as error:
+            pytest.skip(str(error.reasons.get(name)))
+        compare(given, what, found)
+
+
+def test_folded_rows_and_merged_parts_on_optional_packages() -> None:
+    """auto mixes nothing that rounds twice: whatever runs, the result is within the limit."""
+    for what in (pattern("dilated", 1000), pattern("union with dilation", 1000)):
+        given = call(PLAIN)
+        compare(given, what, compute(given, what, "auto", lse=False))
+
+
+@pytest.mark.parametrize(
+    "name", ["dense", "sinks", "union with dilation", "lists per head", "columns"]
+)
+@pytest.mark.parametrize("kernels", ["fastest", "plain"])
+def test_twenty_runs_are_one_result(
+    name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "plain":
+        monkeypatch.setitem(backend._loaded, "triton", TritonKernel(hopper=False))
+    given = call(Case(name, 128, 4, 2304, "one", "bfloat16", "contiguous", kernels))
+    what = pattern(name, 2304)
+    first = compute(given, what, "triton")
+    for _ in range(19):
+        again = compute(given, what, "triton")
+        assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_a_deterministic_program_gets_the_same_bits() -> None:
+    """Whatever auto picks then, and cudnn-frontend where it is installed."""
+    given = call(Case("sinks", 128, 4, 2304, "one", "bfloat16", "contiguous", "fastest"))
+    what = pattern("sinks", 2304)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name in ("auto", "cudnn"):
+            if name != "auto" and backend.LOADERS and _missing(name):
+                continue
+            first = compute(given, what, name, lse=False)
+            for _ in range(9):
+                again = compute(given, what, name, lse=False)
+                assert all(torch.equal(first[key], again[key]) for key in first), name
+            compare(given, what, first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _missing(name: str) -> bool:
+    try:
+        backend.load(name)
+    except ImportError:
+        return True
+    return False
