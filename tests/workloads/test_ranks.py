@@ -131,7 +131,12 @@ def test_tied_embeddings_and_the_seed(make_spec: Callable[..., RunSpec]) -> None
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ({"mesh": {"context": 2}}, r"mesh.context: found 2, allowed: 1"),
+        ({"mesh": {"context": 97}}, "found 97 for sequences of 96 tokens; .* at most 96"),
+        ({"mesh": {"data_shard": 0}}, "mesh.data_shard: found 0, must be at least 1"),
+        (
+            {"mesh": {"context": 6}, "context": {"heads": 4}},
+            "context.heads: found 4, which does not divide .* valid: 1, 2, 3, 6",
+        ),
         ({"mesh": {"tensor": 4}}, r"mesh.tensor: found 4, allowed: 1"),
         ({"memory": {"checkpointing": "selective"}}, "allowed: none, full"),
         ({"memory": {"offload_optimizer": True}}, "offload_optimizer: found True"),

@@ -15,7 +15,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ import torch
 from msa_workloads.corpus import Corpus
 from msa_workloads.permutation import key, permute, shuffled
 from msa_workloads.sources import DataError
+
+if TYPE_CHECKING:
+    from msa_workloads.context.attention import Attend
 
 IGNORE = -100
 """Label of a token that predicts nothing (torch's own default for cross-entropy)."""
@@ -49,12 +53,37 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on one rank; tensors of shape (sequences, length)."""
+    """One micro-batch on one rank; tensors of shape (sequences, length).
+
+    Where context ranks share the sequences, the rows of this rank, and ``attend``, which computes
+    their attention over the rows of all ranks.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     documents: torch.Tensor
+    attend: Attend | None = None
+
+    @property
+    def valid(self) -> int:
+        """Labels that predict something."""
+        return int((self.labels != IGNORE).sum())
+
+
+class Splits(Protocol):
+    """How a rank takes its part of a batch."""
+
+    def batch(self, whole: Batch) -> Batch:
+        """This rank's rows of a batch of whole sequences."""
+        ...
+
+
+class Whole:
+    """The split of a rank that holds whole sequences."""
+
+    def batch(self, whole: Batch) -> Batch:
+        return whole
 
 
 class Stream:
@@ -139,7 +168,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class StepData:
-    """What one rank reads for one optimizer step, and a digest of its samples."""
+    """What one rank reads for one optimizer step: its part of ``samples``, how many labels in it
+    are valid, and a digest of the whole samples."""
 
     batches: tuple[Batch, ...]
     samples: tuple[int, ...]
@@ -149,13 +179,17 @@ class StepData:
 
 @dataclass(frozen=True)
 class Loader:
-    """Deals the samples of a step over data ranks: a step is ``per_step`` consecutive samples."""
+    """Deals the samples of a step over data ranks: a step is ``per_step`` consecutive samples.
+
+    Which samples a step has depends on ``per_step`` alone, not on how many ranks share them.
+    """
 
     stream: Stream
     rank: int
     ranks: int
     micro_batch: int
     accumulation: int
+    split: Splits = field(default_factory=Whole)
 
     @property
     def per_step(self) -> int:
@@ -171,10 +205,11 @@ class Loader:
         """Read the step that starts at global sample ``first``."""
         groups = [[self.stream.sample(k) for k in ks] for ks in self.indices(first)]
         samples = [sample for group in groups for sample in group]
+        batches = tuple(self.split.batch(collate(group)) for group in groups)
         return StepData(
-            batches=tuple(collate(group) for group in groups),
+            batches=batches,
             samples=tuple(sample.index for sample in samples),
-            valid=sum(int((sample.labels != IGNORE).sum()) for sample in samples),
+            valid=sum(batch.valid for batch in batches),
             digest=sum(sample.digest for sample in samples) % 2**62,
         )
 

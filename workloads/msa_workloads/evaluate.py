@@ -7,14 +7,14 @@ tokenizer, nats per token are converted by the held-out set's own bytes per toke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from msa_workloads.corpus import Corpus
-from msa_workloads.data import IGNORE, Sample, Stream, collate
+from msa_workloads.data import IGNORE, Batch, Splits, Stream, collate
 from msa_workloads.model import LanguageModel
 from msa_workloads.parallel.collective import sum_over_ranks
 from msa_workloads.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, held: HeldOut, mesh: Mesh) -> dict[str, Any]:
+def evaluate(model: LanguageModel, held: HeldOut, mesh: Mesh, split: Splits) -> dict[str, Any]:
     """Bits per byte over the held-out sequences; collective, the same result on every rank.
 
     Data ranks share the sequences. All run the same number of forward passes, since a sharded
@@ -44,7 +44,8 @@ def evaluate(model: LanguageModel, held: HeldOut, mesh: Mesh) -> dict[str, Any]:
     nats, predicted = 0.0, 0
     for start in range(0, held.sequences, mesh.data_ranks):
         k = start + mesh.data_rank
-        batch = to_device(held.stream.sample(min(k, held.sequences - 1)), mesh.device)
+        sample = held.stream.sample(min(k, held.sequences - 1))
+        batch = move(split.batch(collate([sample])), mesh.device)
         losses = model(batch, per_token=True)
         if k < held.sequences and mesh.owns_tokens:
             counted = _counted(batch.labels, held)
@@ -63,14 +64,10 @@ def evaluate(model: LanguageModel, held: HeldOut, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def to_device(sample: Sample, device: torch.device) -> Any:
-    """A batch of one sample on ``device``."""
-    return move(collate([sample]), device)
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """A batch's tensors on ``device``."""
-    return type(batch)(*(getattr(batch, f).to(device) for f in batch.__dataclass_fields__))
+def move(batch: Batch, device: torch.device) -> Batch:
+    """A batch with its tensors on ``device``."""
+    named = ("tokens", "labels", "positions", "documents")
+    return replace(batch, **{name: getattr(batch, name).to(device) for name in named})
 
 
 def _counted(labels: torch.Tensor, held: HeldOut) -> torch.Tensor:

@@ -8,6 +8,7 @@ by layer, so that no rank ever holds more than one unsharded layer beside its sh
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,9 +47,23 @@ class LanguageModel(nn.Module):
         """The decoder layers."""
         return self.model.base_model.layers
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query and key/value heads of a layer, over all ranks."""
+        config = self.model.config.get_text_config()
+        queries = int(config.num_attention_heads)
+        return queries, int(getattr(config, "num_key_value_heads", None) or queries)
+
     def forward(self, batch: Batch, *, per_token: bool = False) -> torch.Tensor:
-        """Summed cross-entropy of a batch, a scalar; with ``per_token`` nats of shape (B, S)."""
-        extra = {"msa_document_ids": batch.documents, "use_cache": False}
+        """Summed cross-entropy of a batch, a scalar; with ``per_token`` nats of shape (B, S).
+
+        Of a batch that is split over context ranks, the loss of this rank's tokens.
+        """
+        extra: dict[str, Any] = {"use_cache": False}
+        if batch.attend is None:
+            extra["msa_document_ids"] = batch.documents
+        else:
+            extra["msa_attend"] = batch.attend
         if self._loss_chunk and not per_token:
             hidden = self.model.base_model(
                 input_ids=batch.tokens, position_ids=batch.positions, **extra
@@ -98,9 +113,10 @@ def build_model(
         )  # fmt: skip
     patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
     hf.set_patterns(inner, patterns, backend=spec.attention.backend)
+    _fix_rotary_length(inner, spec.sequence.length)
     model = LanguageModel(inner, spec.memory.loss_chunk)
     model.train()
-    names = {module: name for name, module in model.named_modules()}
+    names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     if spec.memory.checkpointing == "full":
         inner.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.layers:
@@ -144,6 +160,42 @@ def _config(spec: RunSpec, vocabulary: int) -> Any:
             f"max_position_embeddings allows at most {text.max_position_embeddings}"
         )
     return config
+
+
+def effective_patterns(spec: RunSpec, model: LanguageModel) -> list[Pattern]:
+    """The pattern of every layer over all heads, the model's own sliding windows included."""
+    from msa_kernels import hf
+
+    layers = hf.attention_layers(model.model)
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return [
+        pattern.limited(window) if window else pattern
+        for pattern, window in zip(
+            layer_patterns(spec.attention, len(layers)), windows, strict=True
+        )
+    ]  # fmt: skip
+
+
+def _fix_rotary_length(model: nn.Module, length: int) -> None:
+    """Rotary embeddings choose their frequencies by the run's sequence length.
+
+    Some scalings (longrope, dynamic) follow the largest position that they are given, which
+    differs between ranks that hold different tokens; so they are always given the last one.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        named = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if any(name == "longrope" or "dynamic" in (name or "") for name in named):
+            module.forward = _with_last_position(module.forward, length)  # type: ignore[method-assign]
+
+
+def _with_last_position(forward: Callable[..., Any], length: int) -> Callable[..., Any]:
+    def extended(x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any) -> Any:
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
+        cos, sin = forward(x, torch.cat([position_ids, last], -1), *more, **named)
+        return cos[..., :-1, :], sin[..., :-1, :]
+
+    return extended
 
 
 @torch.no_grad()

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from msa_workloads.checkpoint import Checkpointer, CheckpointError, Marker
+from msa_workloads.context.run import context_split
 from msa_workloads.corpus import Corpus, Index, build_index, split
 from msa_workloads.data import EVALUATION_SEED, Loader, Prefetcher, StepData, Stream
 from msa_workloads.evaluate import HeldOut, evaluate, move, order1_bits_per_byte
 from msa_workloads.loss import divisor
 from msa_workloads.memory import peak_memory_bytes
-from msa_workloads.model import LanguageModel, build_model
+from msa_workloads.model import LanguageModel, build_model, effective_patterns
 from msa_workloads.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -89,9 +90,10 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     vocabulary = data.corpus.tokenizer.vocabulary
     model = build_model(spec, vocabulary, mesh if sharded else None, world.device)
     optimizer = build_optimizer(model, spec.training)
+    split = context_split(spec, effective_patterns(spec, model), model.heads, data.training, mesh)
     loader = Loader(
         data.training, mesh.data_rank, mesh.data_ranks, spec.sequence.micro_batch,
-        spec.sequence.accumulation,
+        spec.sequence.accumulation, split,
     )  # fmt: skip
     content = data.corpus.index.content
     checkpoints = Checkpointer(open_store(spec.checkpoint.uri), spec)
@@ -166,7 +168,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
             next_sample += loader.per_step
             if data.held_out and _due(step, spec.training.evaluate_every):
                 control.enters(step, "evaluating")
-                row["held_out"] = evaluate(model, data.held_out, mesh)
+                row["held_out"] = evaluate(model, data.held_out, mesh, split)
             history.append(row)
             if world.rank == 0:
                 sink.add(row)
@@ -177,7 +179,9 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
         # Before the first step there is nothing that a new start would not make again.
         saved_step = save()
     control.enters(step, "evaluating")
-    held_out = evaluate(model, data.held_out, mesh) if data.held_out and not drained else None
+    held_out = (
+        evaluate(model, data.held_out, mesh, split) if data.held_out and not drained else None
+    )
     return on_rank_zero(
         lambda: {
             "steps": step,

@@ -94,21 +94,34 @@ def solve(
     :class:`~msa_workloads.context.layout.LayoutError` when no layout fits.
     """
     lengths = documents or (tokens,)
-    rows = np.zeros(tokens, np.int64)
-    for pattern, weight in patterns.items():
-        rows += weight * row_area(pattern, lengths, tokens)
+    rows = weighted_area(patterns, lengths, tokens)
     found: dict[Layout, Candidate] = {}
     for name, layout in _layouts(tokens, ranks, patterns, lengths, rows, multiple, tolerance):
         if layout not in found:
             found[layout] = measure(name, layout, patterns, lengths, rows)
     if not found:
         contiguous(tokens, ranks, multiple)  # says why
-    least = min(max(c.area) for c in found.values())
+    return Choice(tuple(_best(list(found.values()), tolerance)))
+
+
+def _best(found: list[Candidate], tolerance: float) -> list[Candidate]:
+    """Sorted by price, the best first."""
+    least = min(max(c.area) for c in found)
 
     def price(c: Candidate) -> tuple[bool, int, int]:
         return max(c.area) > (1 + tolerance) * least, max(c.received), sum(c.received)
 
-    return Choice(tuple(sorted(found.values(), key=price)))
+    return sorted(found, key=price)
+
+
+def weighted_area(
+    patterns: Mapping[Pattern, int], documents: tuple[int, ...], tokens: int
+) -> Ints:
+    """Keys that every token attends, times the heads that have each pattern, int64 (tokens,)."""
+    rows = np.zeros(tokens, np.int64)
+    for pattern, weight in patterns.items():
+        rows += weight * row_area(pattern, documents, tokens)
+    return rows
 
 
 def measure(
@@ -120,9 +133,7 @@ def measure(
 ) -> Candidate:
     """The exact price of one layout; ``rows`` is the weighted area of every token, if known."""
     if rows is None:
-        rows = np.zeros(layout.tokens, np.int64)
-        for pattern, weight in patterns.items():
-            rows += weight * row_area(pattern, documents, layout.tokens)
+        rows = weighted_area(patterns, documents, layout.tokens)
     padded = np.zeros(layout.padded, np.int64)
     padded[: layout.tokens] = rows
     area = padded[layout.permutation].reshape(layout.ranks, -1).sum(1)
@@ -141,6 +152,21 @@ def _layouts(
     multiple: int,
     tolerance: float,
 ) -> Iterator[tuple[str, Layout]]:
+    yield from fixed_layouts(tokens, ranks, patterns, rows, multiple)
+    if ranks == 1 or (len(documents) == 1 and _windowed(patterns)):
+        # Every full stretch of a window has the same area: cutting it finer only adds halos.
+        return
+    for per_rank in chunk_counts(tokens, ranks, multiple):
+        yield from _dealt(per_rank, tokens, ranks, patterns, documents, rows, multiple, tolerance)
+
+
+def fixed_layouts(
+    tokens: int, ranks: int, patterns: Mapping[Pattern, int], rows: Ints, multiple: int = 1
+) -> Iterator[tuple[str, Layout]]:
+    """Layouts that a rule makes, whatever the documents are; those that do not fit are left out.
+
+    ``rows`` is the area of every token, which decides how far a rotated layout is shifted.
+    """
     simple = {
         "contiguous": lambda: contiguous(tokens, ranks, multiple),
         "zigzag": lambda: zigzag(tokens, ranks, multiple),
@@ -159,23 +185,50 @@ def _layouts(
             yield name, make()
         except LayoutError:
             continue
-    if ranks == 1 or (len(documents) == 1 and _windowed(patterns)):
-        # Every full stretch of a window has the same area: cutting it finer only adds halos.
-        return
-    for per_rank in CHUNKS_PER_RANK:
-        chunks = per_rank * ranks
-        if chunks > MAX_CHUNKS or chunks * multiple > tokens:
-            break
-        size = -(-tokens // (chunks * multiple)) * multiple
-        area = _chunk_area(rows, size, chunks)
-        even = _deal(area, ranks, None, 0.0)
-        yield f"balanced {per_rank}", from_chunks(tokens, size, even)
-        shared = _shared(patterns, documents, tokens, size, chunks)
-        near = _deal(area, ranks, shared, tolerance)
-        yield f"balanced {per_rank}, near", from_chunks(tokens, size, near)
-        if chunks <= MAX_SWAPPED:
-            swapped = _swap(even, area, shared, tolerance)
-            yield f"balanced {per_rank}, swapped", from_chunks(tokens, size, swapped)
+
+
+def chunk_counts(tokens: int, ranks: int, multiple: int = 1) -> list[int]:
+    """Chunks per rank that are worth dealing for a sequence."""
+    return [
+        n for n in CHUNKS_PER_RANK if n * ranks <= MAX_CHUNKS and n * ranks * multiple <= tokens
+    ]
+
+
+def deal(
+    per_rank: int,
+    tokens: int,
+    ranks: int,
+    patterns: Mapping[Pattern, int],
+    documents: tuple[int, ...],
+    *,
+    multiple: int = 1,
+    tolerance: float = TOLERANCE,
+) -> Candidate:
+    """The best way to deal ``per_rank`` chunks to every rank for these documents.
+
+    All results for the same numbers have the same rows, whatever the documents are.
+    """
+    rows = weighted_area(patterns, documents, tokens)
+    dealt = _dealt(per_rank, tokens, ranks, patterns, documents, rows, multiple, tolerance)
+    return _best([measure(name, layout, patterns, documents, rows) for name, layout in dealt],
+                 tolerance)[0]  # fmt: skip
+
+
+def _dealt(
+    per_rank: int, tokens: int, ranks: int, patterns: Mapping[Pattern, int],
+    documents: tuple[int, ...], rows: Ints, multiple: int, tolerance: float,
+) -> Iterator[tuple[str, Layout]]:  # fmt: skip
+    chunks = per_rank * ranks
+    size = -(-tokens // (chunks * multiple)) * multiple
+    area = _chunk_area(rows, size, chunks)
+    even = _deal(area, ranks, None, 0.0)
+    yield f"balanced {per_rank}", from_chunks(tokens, size, even)
+    shared = _shared(patterns, documents, tokens, size, chunks)
+    near = _deal(area, ranks, shared, tolerance)
+    yield f"balanced {per_rank}, near", from_chunks(tokens, size, near)
+    if chunks <= MAX_SWAPPED:
+        swapped = _swap(even, area, shared, tolerance)
+        yield f"balanced {per_rank}, swapped", from_chunks(tokens, size, swapped)
 
 
 def _windowed(patterns: Mapping[Pattern, int]) -> bool:

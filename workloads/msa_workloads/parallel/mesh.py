@@ -151,13 +151,11 @@ def check_supported(spec: RunSpec) -> None:
     for field in ("data_replicate", "data_shard", "context", "tensor"):
         if (degree := getattr(mesh, field)) < 1:
             raise UnsupportedError(f"mesh.{field}: found {degree}, must be at least 1")
-    for field, axis in (("context", MeshAxisName.CP), ("tensor", MeshAxisName.TP)):
-        degree = getattr(mesh, field)
-        if degree != 1:
-            raise UnsupportedError(
-                f"mesh.{field}: found {degree}, allowed: 1 ({axis} parallelism is not part of "
-                "this release; split over data_shard or data_replicate instead)"
-            )
+    if mesh.tensor != 1:
+        raise UnsupportedError(
+            f"mesh.tensor: found {mesh.tensor}, allowed: 1 (tensor parallelism is not part of "
+            "this release; split over context, data_shard or data_replicate instead)"
+        )
     if mesh.context > spec.sequence.length:
         raise UnsupportedError(
             f"mesh.context: found {mesh.context} for sequences of {spec.sequence.length} tokens; "

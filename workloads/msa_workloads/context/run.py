@@ -1,0 +1,81 @@
+"""How the context ranks of a run share its sequences: chosen once, told to every rank alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from msa_kernels.pattern import Pattern, PatternError
+
+from msa_workloads.context.attention import Options
+from msa_workloads.context.home import Rule, choose
+from msa_workloads.context.layout import LayoutError
+from msa_workloads.context.split import Split, head_patterns, packings
+from msa_workloads.context.ulysses import HeadsError, HeadSplit
+from msa_workloads.data import Stream, Whole
+from msa_workloads.parallel.collective import on_rank_zero
+from msa_workloads.parallel.mesh import CP_HEADS, CP_KEYS, Mesh, MeshAxisName, UnsupportedError
+from msa_workloads.runspec import ContextSpec, RunSpec
+
+log = logging.getLogger(__name__)
+
+PRICED = 4
+"""Sequences of the run's own data on which layouts are priced."""
+
+
+def context_split(
+    spec: RunSpec, layers: Sequence[Pattern], heads: tuple[int, int], stream: Stream, mesh: Mesh
+) -> Split | Whole:
+    """The split of every batch of a run over ``mesh``'s context ranks; collective.
+
+    ``layers`` are the patterns of all layers, ``heads`` the query and key/value heads of all
+    tensor ranks. Raises :class:`UnsupportedError` for what cannot be split so, with what can.
+    """
+    ranks = mesh.sizes[MeshAxisName.CP]
+    if ranks == 1:
+        return Whole()
+    _check(spec.context, layers, heads, mesh)
+    weights = head_patterns(layers, heads[1])
+    shares = spec.context.heads
+
+    def price() -> list[Rule]:
+        read = [packings(stream.sample(k).documents[None])[0] for k in range(PRICED)]
+        return choose(
+            spec.sequence.length, ranks // shares, weights, read, kind=spec.context.layout,
+            multiple=shares,
+        )  # fmt: skip
+
+    try:
+        rules = on_rank_zero(price)
+    except LayoutError as error:
+        raise UnsupportedError(f"context.layout: {error}") from None
+    log.info("context layout %s of %s", rules[0].home.name, [r.describe() for r in rules])
+    return Split(
+        home=rules[0].home,
+        rank=mesh.at[MeshAxisName.CP],
+        heads=shares,
+        patterns=tuple(weights),
+        group=mesh.context[CP_KEYS].get_group(),
+        heads_group=mesh.context[CP_HEADS].get_group() if shares > 1 else None,
+        options=Options(method=spec.context.method, gradients=spec.context.gradients),
+        device=mesh.device,
+    )
+
+
+def _check(
+    context: ContextSpec, layers: Sequence[Pattern], heads: tuple[int, int], mesh: Mesh
+) -> None:
+    tensor = mesh.sizes[MeshAxisName.TP]
+    try:
+        HeadSplit(heads[0] // tensor, max(1, heads[1] // tensor), context.heads)
+    except HeadsError as error:
+        raise UnsupportedError(f"context.heads: {error}") from None
+    for pattern in dict.fromkeys(layers):
+        try:
+            for group in range(heads[1]):
+                pattern.for_group(group).rules()
+        except PatternError as error:
+            raise UnsupportedError(
+                f"mesh.context: found {mesh.sizes[MeshAxisName.CP]} with {pattern.kind}, whose "
+                f"keys cannot be planned ahead ({error.problem}); allowed: 1, or another pattern"
+            ) from None
