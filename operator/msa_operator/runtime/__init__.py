@@ -1,0 +1,1 @@
+"""What makes the pure core run: clients, cache, queue, lease, and the loop over one job."""

@@ -1,0 +1,226 @@
+"""What the watches brought: the newest known state of jobs, their clusters and their pods.
+
+After a write of ours the written object is what is known, until the watch has caught up with it:
+what it brings in between is older. An index by job makes a look at one job cheap however many
+there are, and of each object only what is needed is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from msa_operator.runtime import views
+from msa_operator.runtime.kube import CLUSTERS, JOBS, PODS, Resource
+from msa_operator.runtime.views import Key, Meta, RayCluster, RayPod
+
+CATCH_UP_S = 5.0
+"""A watch that has not brought our own write for this long will not: what it brought counts."""
+
+
+@dataclass(frozen=True)
+class JobObject:
+    """A job object; ``raw`` holds its spec, status and what else is needed of it."""
+
+    meta: Meta
+    raw: dict[str, Any]
+    finalizers: tuple[str, ...]
+    deletion: str | None
+    """When its deletion was asked for, as the API server writes it."""
+
+    @property
+    def key(self) -> Key:
+        return self.meta.namespace, self.meta.name
+
+
+T = TypeVar("T", JobObject, RayCluster, RayPod)
+
+
+@dataclass
+class _Slot(Generic[T]):
+    value: T
+    touched: float
+    expected: str = ""
+    """The version of our own write, until the watch brings it."""
+    until: float = 0.0
+    late: T | None = None
+    """The newest that the watch brought meanwhile."""
+
+
+@dataclass
+class _Shelf(Generic[T]):
+    """Objects of one kind by uid."""
+
+    read: Callable[[Any], T | None]
+    owner: Callable[[T], Key]
+    slots: dict[str, _Slot[T]] = field(default_factory=dict)
+    index: dict[Key, set[str]] = field(default_factory=dict)
+
+    def put(self, value: T, now: float, expected: str = "") -> None:
+        slot = self.slots.get(value.meta.uid)
+        if slot is None:
+            slot = self.slots[value.meta.uid] = _Slot(value, now)
+            self.index.setdefault(self.owner(value), set()).add(value.meta.uid)
+        slot.value, slot.touched, slot.late = value, now, None
+        slot.expected, slot.until = expected, now + CATCH_UP_S if expected else 0.0
+
+    def watch(self, value: T, now: float) -> None:
+        slot = self.slots.get(value.meta.uid)
+        waits = slot is not None and slot.expected and now < slot.until
+        if slot is not None and waits and value.meta.version != slot.expected:
+            slot.late = value
+            return
+        self.put(value, now)
+
+    def drop(self, uid: str) -> Key | None:
+        slot = self.slots.pop(uid, None)
+        if slot is None:
+            return None
+        key = self.owner(slot.value)
+        uids = self.index.get(key, set())
+        uids.discard(uid)
+        if not uids:
+            self.index.pop(key, None)
+        return key
+
+    def of(self, key: Key, now: float) -> list[T]:
+        found = []
+        for uid in sorted(self.index.get(key, ())):
+            slot = self.slots[uid]
+            if slot.expected and now >= slot.until:
+                slot.value, slot.late, slot.expected = slot.late or slot.value, None, ""
+            found.append(slot.value)
+        return found
+
+
+class Store:
+    """Thread-safe. Reads give values that nobody changes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._jobs: _Shelf[JobObject] = _Shelf(job, lambda j: j.key)
+        self._clusters: _Shelf[RayCluster] = _Shelf(views.cluster, lambda c: c.meta.key)
+        self._pods: _Shelf[RayPod] = _Shelf(views.pod, lambda p: p.meta.key)
+        self._shelves: dict[str, _Shelf[Any]] = {
+            JOBS.plural: self._jobs, CLUSTERS.plural: self._clusters, PODS.plural: self._pods,
+        }  # fmt: skip
+        self._strangers: dict[Key, dict[str, RayCluster]] = {}
+
+    def event(self, resource: Resource, kind: str | None, raw: Any) -> Key | None:
+        """Take in what a watch brought; the job that it concerns, if any."""
+        shelf = self._shelves[resource.plural]
+        with self._lock:
+            if kind == "DELETED":
+                found = views.meta(raw)
+                return None if found is None else shelf.drop(found.uid)
+            value = shelf.read(raw)
+            if value is None:
+                return None
+            shelf.watch(value, self._clock())
+            return shelf.owner(value)
+
+    def wrote(self, resource: Resource, raw: Any) -> None:
+        """Take in the answer to our own write, or a read that was made because of a conflict."""
+        shelf = self._shelves[resource.plural]
+        value = shelf.read(raw)
+        if value is None:
+            return
+        with self._lock:
+            slot = shelf.slots.get(value.meta.uid)
+            if slot is None or slot.value.meta.version != value.meta.version:
+                shelf.put(value, self._clock(), value.meta.version)
+
+    def removed(self, resource: Resource, uid: str) -> None:
+        """The object is known to be gone."""
+        with self._lock:
+            self._shelves[resource.plural].drop(uid)
+
+    def stranger(self, key: Key, found: RayCluster) -> None:
+        """A cluster that is not ours has the name that the job wanted."""
+        with self._lock:
+            self._strangers.setdefault(key, {})[found.meta.name] = found
+
+    def replace(
+        self, resource: Resource, found: Iterable[Any], began: float, inside: Iterable[str] = ()
+    ) -> set[Key]:
+        """Take in a whole list that was begun at ``began``; the jobs of which something was news.
+
+        What changed here since then is newer than the list. ``inside`` names the namespaces that
+        were listed, when it was not all of them.
+        """
+        shelf, changed, listed = self._shelves[resource.plural], set[Key](), set[str]()
+        within = set(inside)
+        for raw in found:
+            value = shelf.read(raw)
+            if value is None:
+                continue
+            listed.add(value.meta.uid)
+            with self._lock:
+                slot = shelf.slots.get(value.meta.uid)
+                if slot is None or (
+                    slot.touched < began and slot.value.meta.version != value.meta.version
+                ):
+                    shelf.put(value, self._clock())
+                    changed.add(shelf.owner(value))
+        with self._lock:
+            gone = [
+                uid for uid, slot in shelf.slots.items()
+                if uid not in listed and slot.touched < began
+                and (not within or slot.value.meta.namespace in within)
+            ]  # fmt: skip
+            changed |= {key for uid in gone if (key := shelf.drop(uid)) is not None}
+        return changed
+
+    def known(self) -> list[Key]:
+        """Every job."""
+        with self._lock:
+            return list(self._jobs.index)
+
+    def job(self, key: Key) -> JobObject | None:
+        with self._lock:
+            found = self._jobs.of(key, self._clock())
+            # A namesake that was deleted may still be there; the newer one is not being deleted.
+            return min(found, key=lambda j: j.meta.deleting, default=None)
+
+    def clusters(self, key: Key) -> list[RayCluster]:
+        with self._lock:
+            known = self._clusters.of(key, self._clock())
+            names = {c.meta.name for c in known}
+            others = self._strangers.get(key, {}).values()
+            return known + [c for c in others if c.meta.name not in names]
+
+    def pods(self, key: Key) -> list[RayPod]:
+        with self._lock:
+            return self._pods.of(key, self._clock())
+
+    def forget(self, key: Key) -> None:
+        with self._lock:
+            self._strangers.pop(key, None)
+
+    def counts(self) -> dict[str, int]:
+        """How many objects of each kind are known."""
+        with self._lock:
+            return {name: len(shelf.slots) for name, shelf in self._shelves.items()}
+
+
+def job(raw: Any) -> JobObject | None:
+    """A job object, without what nobody reads of it."""
+    found = views.meta(raw)
+    if found is None:
+        return None
+    inside = raw["metadata"]
+    deletion = inside.get("deletionTimestamp")
+    kept = {
+        "apiVersion": raw.get("apiVersion"), "kind": raw.get("kind"),
+        "metadata": {"name": found.name, "namespace": found.namespace},
+        "spec": raw.get("spec"), "status": raw.get("status"),
+    }  # fmt: skip
+    marks = inside.get("finalizers")
+    return JobObject(
+        found, kept, tuple(f for f in marks if isinstance(f, str)) if marks else (),
+        deletion if isinstance(deletion, str) else None,
+    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Watches by kopf: it delivers events and nothing more.
+
+No finalizer, no annotation, no daemon of kopf's: every handler is an ``on.event`` that hands the
+object on. kopf lists and watches anew after 410, after silence, and at the latest when the server
+ends the watch; each sign of life is noted, so that a watch that is silent for good can be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import kopf
+from kubernetes import client
+
+from msa_operator.reconcile import names
+from msa_operator.runtime.kube import CLUSTERS, FIELD_MANAGER, JOBS, PODS, Resource
+from msa_operator.settings import Timeouts
+
+WATCHED: tuple[Resource, ...] = (JOBS, CLUSTERS, PODS)
+INACTIVE_S = 70.0
+"""The API server sends a bookmark every minute: without one for this long the watch is dead."""
+Received = Callable[[Resource, str | None, Any], None]
+
+_log = logging.getLogger(__name__)
+
+
+class Watches:
+    """kopf in a thread of its own. ``received`` is called there and must not wait."""
+
+    def __init__(
+        self, config: client.Configuration, timeouts: Timeouts, namespaces: tuple[str, ...],
+        received: Received, heard: Callable[[str, float], None] = lambda *_: None,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._timeouts = timeouts
+        self._namespaces = namespaces
+        self._received = received
+        self._tell = heard
+        self._signs: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
+
+    def start(self) -> None:
+        now = time.monotonic()
+        self._signs = {resource.plural: now for resource in WATCHED}
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def silent(self) -> dict[str, float]:
+        """Watches without a sign of life for too long, and for how many seconds."""
+        now, most = time.monotonic(), self._timeouts.silence_seconds
+        return {name: now - at for name, at in self._signs.items() if now - at > most}
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._operate())
+        except Exception:
+            _log.exception("the watches have ended")
+
+    async def _operate(self) -> None:
+        registry = kopf.OperatorRegistry()
+        settings = kopf.OperatorSettings()
+        settings.posting.enabled = False
+        settings.peering.standalone = True
+        settings.scanning.disabled = True
+        settings.watching.server_timeout = self._timeouts.watch_seconds
+        settings.watching.client_timeout = self._timeouts.watch_seconds + 30
+        settings.watching.connect_timeout = min(10.0, self._timeouts.api_seconds)
+        settings.watching.inactivity_timeout = min(INACTIVE_S, self._timeouts.silence_seconds)
+        settings.watching.chunk_size = 500
+        settings.networking.request_timeout = self._timeouts.api_seconds * 4
+        settings.networking.enforce_retry_after = True
+        settings.persistence.consistency_timeout = 0
+        settings.process.ultimate_exiting_timeout = None
+        for resource in (CLUSTERS, PODS):
+            settings.watching.label_selectors[resource.plural] = names.JOB
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return kopf.AiohttpSession(
+                server=self._config.host, aiohttp_session=self._session()
+            )  # fmt: skip
+
+        for resource in WATCHED:
+            self._subscribe(registry, resource)
+        await kopf.operator(
+            registry=registry, settings=settings, standalone=True,
+            clusterwide=not self._namespaces, namespaces=list(self._namespaces),
+            stop_flag=self._stop,
+        )  # fmt: skip
+
+    def _subscribe(self, registry: kopf.OperatorRegistry, resource: Resource) -> None:
+        async def handler(event: Any, **_: Any) -> None:
+            self._sign(resource.plural)
+            try:
+                self._received(resource, event.get("type"), event.get("object"))
+            except Exception:
+                _log.exception("an event of %s could not be taken in", resource.plural)
+
+        kopf.on.event(
+            resource.group, resource.version, resource.plural, registry=registry,
+            id=resource.plural,
+        )(handler)  # fmt: skip
+
+    def _sign(self, plural: str) -> None:
+        if plural in self._signs:
+            self._signs[plural] = time.monotonic()
+            self._tell(plural, time.time())
+
+    def _session(self) -> aiohttp.ClientSession:
+        """As the official client would connect; every new watch is a sign of life."""
+        headers = {"User-Agent": FIELD_MANAGER}
+        settings: dict[str, Any] = dict(self._config.auth_settings())
+        for setting in settings.values():
+            headers[setting["key"]] = setting["value"]
+        trace = aiohttp.TraceConfig()
+
+        async def answered(_session: Any, _context: Any, told: Any) -> None:
+            if told.response.status == 200:
+                self._sign(told.url.path.rsplit("/", 1)[-1])
+
+        trace.on_request_end.append(answered)
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls()), headers=headers,
+            trace_configs=[trace],
+        )  # fmt: skip
+
+    def _tls(self) -> ssl.SSLContext | bool:
+        config = self._config
+        if not config.host.startswith("https"):
+            return False
+        context = ssl.create_default_context(
+            cafile=config.ssl_ca_cert or None, cadata=getattr(config, "ca_cert_data", None)
+        )
+        if not config.verify_ssl:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if config.cert_file:
+            context.load_cert_chain(config.cert_file, config.key_file)
+        return context
