@@ -6,12 +6,17 @@ depend on how a step is split into micro-batches and ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from msa_workloads.data import IGNORE
+from msa_workloads.parallel import elementwise
+from msa_workloads.parallel.matmul import Sum
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -35,18 +40,70 @@ def chunked_linear_loss(
 ) -> torch.Tensor:
     """:func:`summed_loss` of ``head(hidden)`` without ever holding all logits.
 
-    ``hidden`` is (batch, sequence, size). At most ``chunk`` tokens' logits exist at a time; each
-    chunk is computed again in backward.
+    ``hidden`` is (batch, sequence, size), ``head`` a linear layer. At most ``chunk`` tokens'
+    logits exist at a time, and they are computed once: where a gradient will be asked for, it is
+    made in forward from the logits at hand, in their memory. The head's gradient is added up over
+    chunks in fp32 (fp64 for fp64).
     """
-    flat_hidden, flat_labels = hidden.flatten(0, -2), labels.flatten()
-    total = flat_hidden.new_zeros((), dtype=torch.float32)
+    weight, bias = head.weight, getattr(head, "bias", None)
+    return _LinearLoss.apply(
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), chunk, torch.is_grad_enabled()
+    )
 
-    def part(piece: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return summed_loss(head(piece), targets)
 
-    for piece, targets in zip(flat_hidden.split(chunk), flat_labels.split(chunk), strict=True):
-        total = total + checkpoint(part, piece, targets, use_reentrant=False)
-    return total
+class _LinearLoss(torch.autograd.Function):
+    """The loss, with the gradients of everything made in forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        labels: torch.Tensor, chunk: int, backward: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        backward = backward and any(ctx.needs_input_grad)
+        step = cross_entropy_(hidden.device)
+        tiles = [slice(at, at + chunk) for at in range(0, len(hidden), chunk)]
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        dhidden = torch.empty_like(hidden) if backward else None
+        dweight = Sum(weight, len(tiles)) if backward else None
+        dbias = Sum(bias, len(tiles)) if backward and bias is not None else None
+        for tile in tiles:
+            rows = hidden[tile]
+            logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+            total += step(logits, labels[tile], backward)
+            if dhidden is not None and dweight is not None:
+                torch.mm(logits, weight, out=dhidden[tile])
+                dweight.add_product(logits, rows)
+                if dbias is not None:
+                    dbias.add_rows(logits)
+            del logits
+        ctx.grads = dhidden, dweight, dbias
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> Any:
+        (dhidden, dweight, dbias), ctx.grads = ctx.grads, None
+        dbias = None if dbias is None else dbias.scaled(scale)
+        return dhidden.mul_(scale), dweight.scaled(scale), dbias, None, None, None
+
+
+def cross_entropy_(device: torch.device) -> Callable[..., torch.Tensor]:
+    """The step from logits to their loss and gradient, compiled where that pays."""
+    return elementwise.compiled(_cross_entropy_) if elementwise.wants(device) else _cross_entropy_
+
+
+def _cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, backward: bool) -> torch.Tensor:
+    """Summed cross-entropy of (tokens, vocabulary); ``backward`` turns logits into its gradient."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    valid = labels != IGNORE
+    targets = torch.where(valid, labels, 0)[:, None]
+    lse = torch.logsumexp(wide, 1, keepdim=True)
+    loss = torch.where(valid[:, None], lse - wide.gather(1, targets), 0).sum()
+    if backward:
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        gradient = torch.exp(wide - lse) - (columns == targets).to(wide.dtype)
+        logits.copy_(torch.where(valid[:, None], gradient, 0))
+    return loss
 
 
 def divisor(valid_tokens: int) -> float:

@@ -6,26 +6,43 @@ The learning rate is a function of the step alone, so a resumed run needs no sch
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from msa_workloads.runspec import TrainingSpec
+from msa_workloads.parallel.states import RestingAdamW
+from msa_workloads.runspec import MemorySpec, TrainingSpec
 
 
-def build_optimizer(model: nn.Module, training: TrainingSpec) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors (norms and biases) do not."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+def build_optimizer(
+    model: nn.Module, training: TrainingSpec, memory: MemorySpec | None = None
+) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms and biases) do not.
+
+    ``memory`` (a :class:`MemorySpec` of defaults when None) says in which dtype states rest between steps, and whether on the host.
+    """
+    memory = memory or MemorySpec()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (training.beta1, training.beta2)
+    dtype = torch.bfloat16 if memory.optimizer_states == "bf16" else torch.float32
+    if memory.offload_optimizer or any(p.dtype != dtype for p in trained):
+        groups = [group for group in groups if group["params"]]
+        return RestingAdamW(
+            groups, lr=training.learning_rate, betas=betas, dtype=dtype,
+            on_host=memory.offload_optimizer,
+        )  # fmt: skip
+    # One pass over memory where there is a kernel for it; the same update everywhere.
+    fused = all(p.is_cuda for p in trained)
     return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": training.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        foreach=True,
+        groups, lr=training.learning_rate, betas=betas, foreach=not fused, fused=fused
     )
 
 

@@ -121,13 +121,26 @@ class ContextSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySpec:
-    """Switches that trade time for memory; the planner sets them."""
+    """Switches that trade time for memory; the planner sets them. See docs/memory.md."""
 
     checkpointing: Literal["none", "selective", "full"] = "none"
+    """What of a layer is computed again in backward: nothing, all but attention, all."""
+    checkpoint_layers: int = 1
+    """Layers for each input that is kept; those between are run once more in backward."""
     offload_checkpoints: bool = False
+    """Whether the inputs that are kept wait in host memory."""
+    checkpoints_on_device: int = 0
+    """How many of them stay on the device nevertheless: the last ones."""
     offload_optimizer: bool = False
+    """Whether optimizer states live in host memory between steps."""
+    optimizer_states: Literal["fp32", "bf16"] = "fp32"
+    """dtype of optimizer states between steps."""
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """dtype of weights between steps; bf16 keeps no fp32 master copy."""
     loss_chunk: int = 0
     """Tokens per chunk of the linear cross-entropy; 0 computes all logits at once."""
+    loss_kernel: Literal["torch", "liger"] = "torch"
+    """Who computes the chunks: this package, or Liger (GPUs; it picks its own chunk)."""
     mlp_chunk: int = 0
     """Tokens per tile of the MLP; 0 runs it whole."""
 

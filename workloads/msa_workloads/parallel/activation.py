@@ -1,0 +1,257 @@
+"""What of a forward pass is kept for backward: everything, what is dear, or what must be.
+
+Every choice gives the same losses and gradients. ``none`` keeps everything. ``full`` keeps the
+input of each layer and computes the layer again. ``selective`` also keeps what attention returned,
+so that everything but attention is computed again. The inputs that are kept can wait in host
+memory, and of several layers in a row only the first one's input needs to be kept at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from msa_workloads.parallel import elementwise
+from msa_workloads.parallel.mesh import UnsupportedError
+from msa_workloads.parallel.offload import Parked, Parking
+from msa_workloads.parallel.tiled_mlp import tile_mlps
+from msa_workloads.runspec import MemorySpec
+
+ATTENTION = (
+    "msa::attention",
+    "msa::context_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Operators whose results ``selective`` keeps: their cost grows faster than their output."""
+
+
+@dataclass
+class Activations:
+    """How a model's layers keep what they need, and what that has cost so far."""
+
+    parking: Parking | None = None
+    fused: list[str] = field(default_factory=list)
+    recomputed_layers: int = 0
+    """Layers that were run once more because their input had not been kept."""
+
+
+def check(memory: MemorySpec, device: str) -> None:
+    """Raise :class:`~msa_workloads.parallel.mesh.UnsupportedError` for switches that contradict
+    each other; the message says which one to change."""
+    needs = {
+        "offload_checkpoints": memory.offload_checkpoints,
+        "checkpoint_layers": memory.checkpoint_layers != 1,
+    }
+    for name, used in needs.items():
+        if used and memory.checkpointing == "none":
+            raise UnsupportedError(
+                f"memory.{name}: found {getattr(memory, name)!r} with checkpointing 'none', "
+                "which keeps no checkpoints; allowed with checkpointing: selective, full"
+            )
+    for name in ("checkpoint_layers", "checkpoints_on_device", "mlp_chunk", "loss_chunk"):
+        least = 1 if name == "checkpoint_layers" else 0
+        if getattr(memory, name) < least:
+            raise UnsupportedError(
+                f"memory.{name}: found {getattr(memory, name)}, allowed: {least} or more"
+            )
+    if memory.checkpoints_on_device and not memory.offload_checkpoints:
+        raise UnsupportedError(
+            f"memory.checkpoints_on_device: found {memory.checkpoints_on_device} without "
+            "offload_checkpoints, where all stay on the device; allowed: 0"
+        )
+
+
+def apply(
+    model: Any, memory: MemorySpec, device: torch.device, *, fused: bool | None = None
+) -> Activations:
+    """Make ``model.layers`` work as ``memory`` says; call it before parameters are sharded.
+
+    ``fused`` compiles the steps between matrix products; None does so on GPUs. Raises
+    :class:`~msa_workloads.parallel.mesh.UnsupportedError` for what the model cannot do.
+    """
+    check(memory, device.type)
+    fused = elementwise.wants(device) if fused is None else fused
+    done = Activations(fused=elementwise.fuse(model) if fused else [])
+    if memory.mlp_chunk or fused:
+        tile_mlps(model.layers, memory.mlp_chunk, compile_steps=fused)
+    if memory.checkpointing == "none":
+        return done
+    if memory.checkpoint_layers > 1:
+        _refuse_dropout(model)
+    if memory.offload_checkpoints:
+        done.parking = Parking(device)
+    _Stack(model.layers, memory, done).install()
+    return done
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise UnsupportedError(
+                f"memory.checkpoint_layers: {name} drops out at a rate of {module.p}, and layers "
+                "that are run again between checkpoints would drop others; use checkpoint_layers: "
+                "1, or a dropout of 0"
+            )
+
+
+@functools.cache
+def _kept_operators() -> list[Any]:
+    """Those of :data:`ATTENTION` that exist in this process."""
+    found = []
+    for name in ATTENTION:
+        space, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, space), operator, None)
+        if packet is not None:
+            found.append(packet.default)
+    return found
+
+
+Inner = Callable[..., Tensor]
+
+
+class _Stack:
+    """The layers of one model, and the inputs that one forward pass has kept of them."""
+
+    def __init__(self, layers: nn.ModuleList, memory: MemorySpec, done: Activations) -> None:
+        self.layers, self.memory, self.done = list(layers), memory, done
+        self.inner: list[Inner] = [layer.forward for layer in layers]
+        self.kept: dict[int, _Input] = {}
+        """Inputs of the pass at hand that are in host memory, by layer."""
+        starts = range(0, len(self.layers), memory.checkpoint_layers)
+        on_device = memory.checkpoints_on_device
+        self.stored = set(starts[: len(starts) - on_device]) if done.parking else set()
+        """Layers whose inputs go to host memory: not the last ones, which are needed first."""
+
+    def install(self) -> None:
+        for number, layer in enumerate(self.layers):
+            layer.forward = functools.partial(self.forward, number)
+
+    def forward(self, number: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Layer ``number``'s forward, under a checkpoint when there will be a backward."""
+        run = functools.partial(self._run, number, args, kwargs)
+        if not (torch.is_grad_enabled() and self.layers[number].training):
+            return run(hidden)
+        kept = self._keep(number, run)
+        contexts = {}
+        if self.memory.checkpointing == "selective":
+            contexts["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, _kept_operators()
+            )
+        if kept is None:
+            return checkpoint(run, hidden, use_reentrant=False, **contexts)
+        with kept.as_saved(hidden):
+            return checkpoint(run, hidden, use_reentrant=False, **contexts)
+
+    def _run(self, number: int, args: Any, kwargs: Any, hidden: Tensor) -> Tensor:
+        return self.inner[number](hidden, *args, **kwargs)
+
+    def _keep(self, number: int, run: Callable[[Tensor], Tensor]) -> _Input | None:
+        """A place for the layer's input; None where autograd keeps it like any other tensor."""
+        if self.memory.checkpoint_layers == 1 and not self.stored:
+            return None
+        first = number - number % self.memory.checkpoint_layers
+        if number == 0:
+            self.kept = {}
+        before = self.kept[number - 1] if number > first else None
+        kept = self.kept[number] = _Input(self, number, run, before)
+        return kept
+
+
+class _Input:
+    """The input of one layer: on the device, in host memory, or to be computed again."""
+
+    def __init__(
+        self, stack: _Stack, number: int, run: Callable[[Tensor], Tensor], before: _Input | None
+    ) -> None:
+        self.stack, self.number, self.run, self.before = stack, number, run, before
+        self.inputs = stack.kept
+        self.value: Tensor | None = None
+        self.parked: Parked | None = None
+
+    @contextmanager
+    def as_saved(self, hidden: Tensor) -> Iterator[None]:
+        """Within, what autograd saves of ``hidden`` is this object; all else is saved as it is."""
+        taken = False
+
+        def pack(tensor: Tensor) -> Any:
+            nonlocal taken
+            if tensor.data_ptr() != hidden.data_ptr() or tensor.shape != hidden.shape or taken:
+                return tensor
+            taken = True
+            self._put(tensor.detach())
+            return self
+
+        def unpack(saved: Any) -> Tensor:
+            return saved.take() if isinstance(saved, _Input) else saved
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _put(self, hidden: Tensor) -> None:
+        if self.before is not None:
+            return
+        parking = self.stack.done.parking
+        if parking is not None and self.number in self.stack.stored:
+            self.parked = parking.park(hidden)
+        else:
+            self.value = hidden
+
+    def take(self) -> Tensor:
+        """The input on the device, once: for the layer's own backward."""
+        value = self._value()
+        self.value = None
+        self._prefetch()
+        return value
+
+    def _value(self) -> Tensor:
+        """The input on the device; inputs computed on the way stay for their own layers."""
+        parking = self.stack.done.parking
+        if self.value is None and self.parked is not None and parking is not None:
+            parking.settle()
+            self.value = parking.take(self.parked)
+            self.parked = None
+        elif self.value is None:
+            if self.before is None:
+                raise RuntimeError(
+                    f"backward ran twice through layer {self.number}, whose input was kept for "
+                    "once; use checkpoint_layers: 1 and offload_checkpoints: false"
+                )
+            self.value = self.before._next()
+        return self.value
+
+    def _next(self) -> Tensor:
+        """This layer's output, computed without keeping what happens inside it."""
+        value = self._value()
+        layer = self.stack.layers[self.number]
+        self.stack.done.recomputed_layers += 1
+        # Its parameters are gathered here: it is not this layer's turn in backward yet.
+        if isinstance(layer, FSDPModule):
+            layer.unshard()
+        with torch.no_grad():
+            out = self.run(value)
+        if isinstance(layer, FSDPModule):
+            layer.reshard()
+        return out
+
+    def _prefetch(self) -> None:
+        """Start bringing back the input that backward will ask for after this layer."""
+        parking = self.stack.done.parking
+        if parking is None or self.before is not None:
+            return
+        for number in range(self.number - 1, -1, -1):
+            earlier = self.inputs.get(number)
+            if earlier is not None and earlier.parked is not None:
+                parking.fetch(earlier.parked)
+                return

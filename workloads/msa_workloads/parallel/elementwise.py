@@ -1,0 +1,51 @@
+"""Steps between the matrix products, each in one pass over memory where a compiler is at hand.
+
+Eager normalisation keeps fp32 copies of its input and eager rotation four temporaries; compiled,
+each reads its inputs once and writes its result once. Results agree to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+ROTATION = "apply_rotary_pos_emb"
+"""The function by which Hugging Face's model files rotate queries and keys."""
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile(function)``, made once for each function."""
+    return torch.compile(function)
+
+
+def wants(device: torch.device) -> bool:
+    """Whether steps are compiled on ``device``: on GPUs, where they cost memory traffic."""
+    return device.type == "cuda"
+
+
+def fuse(model: nn.Module) -> list[str]:
+    """Compile a model's normalisations and its rotation; returns the names of what was compiled.
+
+    The rotation is a function of the model's module in transformers, so it is replaced for every
+    model of that kind in this process.
+    """
+    done = []
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(compiled(kind.forward), module)
+            done.append(kind.__name__)
+        source = sys.modules.get(kind.__module__)
+        rotation = getattr(source, ROTATION, None)
+        if rotation is not None and kind.__name__.endswith("Attention"):
+            if not hasattr(rotation, "_torchdynamo_orig_callable"):
+                setattr(source, ROTATION, compiled(rotation))
+            done.append(f"{kind.__module__}.{ROTATION}")
+    return sorted(set(done))
