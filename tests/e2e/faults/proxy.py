@@ -53,7 +53,7 @@ class Proxy:
         self.before: Moment | None = None
         self.after: Moment | None = None
         self.writes = 0
-        """Writes that came, leases and events apart."""
+        """Writes that came, those of the Lease apart."""
         self._spoken = asyncio.Event()
         self._loop = Background("proxy")
         server.authority.sign("faults", "faults", hosts=["127.0.0.1"])
@@ -124,7 +124,7 @@ class Proxy:
         if call.verb == "watch":
             return await self._stream(request, fault)
         number = 0
-        if call.write and call.resource not in ("leases", "events"):
+        if call.write and call.resource != "leases":
             self.writes += 1
             number = self.writes
             if self.before is not None and not await self.before(call, number):

@@ -44,6 +44,8 @@ class Run:
     drained: bool = False
     held: bool = False
     """Makes no step, whoever looks."""
+    looks: int = 0
+    """How often it made steps."""
     message: str = ""
     exit_code: int | None = None
 
@@ -83,6 +85,10 @@ class Heads:
         self.writes: Counter[str] = Counter()
         self.deaf: set[tuple[str, str]] = set()
         """Clusters whose head does not answer."""
+        self.hold = False
+        """Runs make their first steps and no more."""
+        self.limits: dict[str, int] = {}
+        """Steps that runs of a job, by its uid, may reach before a test lets them go on."""
         self.before_write: Any = None
         """Called with (what, request) before and after each POST; False drops the connection."""
         self.after_write: Any = None
@@ -231,8 +237,10 @@ class Heads:
             self._save(run, run.step)
             run.drained = True
             run.end("FAILED", DRAINED_EXIT, "Job entrypoint command failed with exit code 75")
-        elif not run.held:
-            run.step = min(work.max_steps, run.step + self.stride)
+        elif not run.held and not (self.hold and run.looks):
+            run.looks += 1
+            most = min(work.max_steps, self.limits.get(work.job_uid, work.max_steps))
+            run.step = max(run.step, min(most, run.step + self.stride))
             self._save(run, run.step - run.step % work.checkpoint_every)
             if run.step == work.max_steps:
                 self._save(run, run.step)

@@ -57,6 +57,20 @@ class Simulator:
         self._loop.stop()
 
     @property
+    def heads_url(self) -> str:
+        """Where the operator reaches heads: with {namespace}, {service} and {port} to fill in."""
+        return f"{self.url}/{{namespace}}/{{service}}/{{port}}"
+
+    @property
+    def hold(self) -> bool:
+        """Runs make their first steps and no more."""
+        return self.heads.hold
+
+    @hold.setter
+    def hold(self, hold: bool) -> None:
+        self.heads.hold = hold
+
+    @property
     def violations(self) -> list[str]:
         """What must never be so, and was; empty when all is well."""
         return self.heads.violations
@@ -278,7 +292,7 @@ class Simulator:
             "metadata": {"name": f"{name[:50]}-{kind}{suffix}", "labels": labels,
                          "annotations": meta.get("annotations") or {},
                          "ownerReferences": [_reference(cluster)]},
-            "spec": {**template["spec"], **self._place()},
+            "spec": {**_with_token(template["spec"], name), **self._place()},
         }  # fmt: skip
         with _there_already():
             path = f"/api/v1/namespaces/{namespace}/pods"
@@ -367,6 +381,14 @@ class Simulator:
     async def _write(self, what: str, request: Any) -> None:
         self.writes[what] += 1
         await request
+
+
+def _with_token(spec: Object, secret: str) -> Object:
+    """The template with Ray's token from the cluster's Secret, as KubeRay adds it."""
+    first, *others = spec["containers"]
+    source = {"secretKeyRef": {"name": secret, "key": "auth_token"}}
+    token = {"name": "RAY_AUTH_TOKEN", "valueFrom": source}
+    return {**spec, "containers": [{**first, "env": [*first.get("env", []), token]}, *others]}
 
 
 def _key(thing: Object) -> Key:
