@@ -23,6 +23,8 @@ ADDRESS = "http://{service}.{namespace}.svc:{port}"
 """Where a head's ports are; a proxy or a test may give another form."""
 CONNECT_S = 3.0
 """Within a cluster a connection takes milliseconds; a longer wait holds up other jobs."""
+STACKS_S = 40.0
+"""The run answers when the stacks are written, also those of ranks that answer nothing."""
 LARGEST = 8 << 20
 """Bytes read of an answer: a head that talks without end must not fill our memory."""
 
@@ -110,7 +112,9 @@ class Heads:
 
     def stacks(self, head: Head) -> tuple[str, str]:
         """Has the stacks of all ranks written; the folder, and the rank that lags, in words."""
-        _, answer = self._call("stacks", head, CONTROL_PORT, "POST", "/stacks", {})
+        _, answer = self._call(
+            "stacks", head, CONTROL_PORT, "POST", "/stacks", {}, seconds=STACKS_S
+        )
         told = answer if isinstance(answer, dict) else {}
         lagging = told.get("lagging")
         words = ""
@@ -121,7 +125,7 @@ class Heads:
 
     def _call(
         self, what: str, head: Head, port: int, method: str, path: str, body: Any = None,
-        fine: tuple[int, ...] = (),
+        fine: tuple[int, ...] = (), seconds: float | None = None,
     ) -> tuple[int, Any]:  # fmt: skip
         base = self._address.format(service=head.service, namespace=head.namespace, port=port)
         headers = {"Accept": "application/json"}
@@ -129,10 +133,11 @@ class Heads:
             headers["Authorization"] = f"Bearer {head.token}"
         if body is not None:
             headers["Content-Type"] = "application/json"
+        limit = urllib3.Timeout(connect=CONNECT_S, read=seconds) if seconds else self._timeout
         result = "error"
         try:
             answer = self._pool.request(
-                method, f"{base}{path}", headers=headers, timeout=self._timeout, redirect=False,
+                method, f"{base}{path}", headers=headers, timeout=limit, redirect=False,
                 body=None if body is None else json.dumps(body), preload_content=False,
             )  # fmt: skip
             try:
