@@ -19,6 +19,7 @@ from msa_kernels.blocks import Runs
 from msa_kernels.plan import PartPlan
 from msa_kernels.rules import Part, Rule
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MOST = 8
 """Calls of one part: more of them are worth a kernel that takes the whole in one launch."""
 
@@ -98,6 +99,7 @@ class Banded(ABC):
     are merged later would be rounded twice.
     """
 
+    forms_delta = True
     rounds = True
     """Gradients leave the library in the dtype of its inputs, whatever dtype is asked for."""
 
@@ -113,8 +115,10 @@ class Banded(ABC):
     def band_backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, band: Band, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """dQ, dK and dV of one band's slices, for the LSE and output of the whole softmax."""
+        grads: Gradients | None,
+    ) -> Gradients:  # fmt: skip
+        """dQ, dK and dV of one band's slices, in ``grads`` where given, for the LSE and output of
+        the whole softmax."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
@@ -143,21 +147,31 @@ class Banded(ABC):
         del delta  # these libraries form rowsum(dout * out) themselves
         calls = _calls(plan)
         if len(calls) == 1 and _covers(calls[0], q, k):
-            found = self.band_backward(q, k, v, out, dout, lse, calls[0], scale)
+            found = self.band_backward(q, k, v, out, dout, lse, calls[0], scale, None)
             dq, dk, dv = (grad.to(grad_dtype) for grad in found)
             return dq, dk, dv
-        dq = torch.zeros(q.shape, dtype=grad_dtype, device=q.device)
-        # Keys that several bands share are summed in fp32.
-        dk, dv = (torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (k, v))
+        dq = (q.new_empty if _full(calls, q) else q.new_zeros)(q.shape)
+        # The widest stretch of keys is written in place; what narrower ones share with it is
+        # added, rounded once more.
+        calls = sorted(calls, key=lambda band: band.k[0] - band.k[1])
+        make = k.new_empty if calls and calls[0].k == (0, k.shape[1]) else k.new_zeros
+        dk, dv = make(k.shape), make(v.shape)
+        written: list[tuple[int, int]] = []
         for band in calls:
-            some = self.band_backward(
+            fresh = all(band.k[1] <= a or band.k[0] >= b for a, b in written)
+            some_dk, some_dv = _rows(dk, band.k), _rows(dv, band.k)
+            if not fresh:
+                some_dk, some_dv = torch.empty_like(some_dk), torch.empty_like(some_dv)
+            self.band_backward(
                 _rows(q, band.q), _rows(k, band.k), _rows(v, band.k), _rows(out, band.q),
                 _rows(dout, band.q), lse[:, :, slice(*band.q)].contiguous(), band, scale,
+                (_rows(dq, band.q), some_dk, some_dv),
             )  # fmt: skip
-            _rows(dq, band.q).copy_(some[0])
-            _rows(dk, band.k).add_(some[1])
-            _rows(dv, band.k).add_(some[2])
-        return dq, dk.to(grad_dtype), dv.to(grad_dtype)
+            if not fresh:
+                _rows(dk, band.k).add_(some_dk)
+                _rows(dv, band.k).add_(some_dv)
+            written.append(band.k)
+        return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
 
 
 def _calls(plan: PartPlan) -> tuple[Band, ...]:

@@ -11,7 +11,7 @@ import importlib.util
 
 import torch
 
-from msa_kernels.bands import Band, Banded, bands
+from msa_kernels.bands import Band, Banded, Gradients, bands
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import Request, plan, whole
 
@@ -22,7 +22,6 @@ class FlashAttention4(Banded):
     """:class:`msa_kernels.plan.TileKernel` on flash-attn-4's CuTe kernels (Hopper and newer)."""
 
     name = "fa4"
-    forms_delta = True
 
     def __init__(self) -> None:
         if importlib.util.find_spec("flash_attn") is None:
@@ -73,9 +72,11 @@ class FlashAttention4(Banded):
     def band_backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, band: Band, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        grads: Gradients | None,
+    ) -> Gradients:  # fmt: skip
+        given = dict(zip(("dq", "dk", "dv"), grads, strict=True)) if grads else {}
         dq, dk, dv = self._interface._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=scale, **_mask(band)
+            q, k, v, out, dout, lse, softmax_scale=scale, **given, **_mask(band)
         )
         return dq, dk, dv
 

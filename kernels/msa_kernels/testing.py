@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from msa_kernels.bands import Band, Banded
+from msa_kernels.bands import Band, Banded, Gradients
 from msa_kernels.blocks import Runs
 from msa_kernels.check import largest_error
 from msa_kernels.pattern import (
@@ -49,7 +49,8 @@ class DenseBands(Banded):
     def band_backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, band: Band, scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        grads: Gradients | None,
+    ) -> Gradients:  # fmt: skip
         weights = (self._logits(q, k, band, scale) - lse.unsqueeze(-1)).exp()
         delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
         dp = torch.einsum("bqhd,bkhd->bhqk", dout, _repeated(v, q))
@@ -58,7 +59,10 @@ class DenseBands(Banded):
         dk = torch.einsum("bhqk,bqhd->bkhd", ds, q)
         dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout)
         heads = (k.shape[2], q.shape[2] // k.shape[2])
-        return dq, *(grad.unflatten(2, heads).sum(3) for grad in (dk, dv))
+        found = dq, dk.unflatten(2, heads).sum(3), dv.unflatten(2, heads).sum(3)
+        for given, made in zip(grads or (), found, strict=False):
+            given.copy_(made)
+        return grads or found
 
     def _logits(
         self, q: torch.Tensor, k: torch.Tensor, band: Band, scale: float

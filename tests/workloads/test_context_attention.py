@@ -163,12 +163,14 @@ def in_bands() -> list[tuple[float, str]]:
         }[pattern.kind]:  # fmt: skip
             inputs = tensors(tokens, (4, 2), 7)
             inputs[4].zero_()
-            error, *_ = together(
-                inputs, alone(inputs, pattern, None), layout, rank,
-                plan=ContextPlan.whole(layout, rank), group=dist.group.WORLD, pattern=pattern,
-                options=Options(fuse="always"), backend=DenseBands.name, with_lse=False,
-            )  # fmt: skip
-            errors.append((error, f"{pattern} on {layout.describe()}"))
+            for fuse in ("always", "whole"):
+                error, *_ = together(
+                    inputs, alone(inputs, pattern, None), layout, rank,
+                    plan=ContextPlan.whole(layout, rank), group=dist.group.WORLD,
+                    pattern=pattern, options=Options(fuse=fuse), backend=DenseBands.name,
+                    with_lse=False,
+                )  # fmt: skip
+                errors.append((error, f"{pattern} on {layout.describe()}, {fuse}"))
     return errors
 
 
@@ -178,7 +180,7 @@ def test_ranks_made_of_bands_need_no_merge(world: int):
     for errors in on_forks(in_bands, world):
         worst, case = max(errors)
         assert worst <= TOLERANCE, case
-        assert len(errors) == 7
+        assert len(errors) == 14
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -40,17 +41,18 @@ class Options:
     """``all_to_all`` and ``p2p`` bring all keys at once; ``ring`` one rank's at a time, so that at
     most two ranks' keys are held, and computes each while the next arrives."""
     fuse: Fuse = "auto"
-    """Whether queries with remote keys wait for all of them (one pass) or are computed on the
-    local ones first and merged."""
+    """Whether queries with remote keys wait for all of them (one pass: always) or are computed on
+    the local ones first and merged (never). ``whole``: all queries wait."""
     keep_ratio: float = 1.0
     """Received keys are kept for backward when no rank receives more than this many times its own
     tokens; otherwise they travel again. Never with ``ring``."""
     gradients: str = "fp32"
-    """dtype in which gradients of keys and values return to their owners: fp32 or bf16."""
+    """dtype in which gradients of keys and values return to their owners: fp32 or bf16. Those of a
+    kernel that rounds them travel as they are."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("method", METHODS), ("fuse", ("auto", "always", "never")),
+            ("method", METHODS), ("fuse", get_args(Fuse)),
             ("gradients", ("fp32", "bf16")),
         ):  # fmt: skip
             if (value := getattr(self, name)) not in allowed:
@@ -237,6 +239,8 @@ def _call(
         part.most_received <= options.keep_ratio * plan.layout.rows for _, part in groups
     )
     returned = torch.bfloat16 if options.gradients == "bf16" else accumulator(q.dtype)
+    if getattr(kernel, "rounds", False) and not any(part.split for _, part in groups):
+        returned = q.dtype
     call = Call(tuple(groups), group, kernel, options.method, keep, returned)
     _calls[call.handle] = call
     return call
@@ -249,7 +253,9 @@ def _kernel(
     """The plan of every head group, and the kernel for all of them.
 
     A kernel that rounds its output serves no partial results. Where one is the fastest, queries
-    wait for all their keys: nothing is merged then.
+    wait for all their keys: nothing is merged then. Those that need not wait are computed in the
+    meantime only where more is received than the rank holds, as calls of their own cost more than
+    a short exchange.
     """
     shared = list(head_groups(pattern, q.shape[2], k.shape[2]))
 
@@ -261,10 +267,11 @@ def _kernel(
         return tile_kernel([_request(q, k, part, return_lse) for _, part in groups], backend)
 
     if options.fuse == "auto" and options.method != "ring" and q.device.type == "cuda":
-        whole = prepared("always")
+        whole = prepared("whole")
         kernel = serving(whole)
         if getattr(kernel, "rounds", False):
-            return whole, kernel
+            most = max(part.most_received for _, part in whole)
+            return whole if most <= plan.layout.rows else prepared("always"), kernel
     groups = prepared(options.fuse)
     return groups, serving(groups)
 
@@ -322,8 +329,8 @@ def attention(
 
 @torch.library.custom_op("msa::context_attention_backward", mutates_args=())
 def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-    kept: Tensor, call: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
+    delta: Tensor | None, kept: Tensor, call: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV of this rank's rows, contributions of all ranks included."""
     return backward(_calls[call], q, k, v, out, dout, lse, delta, kept, scale)
@@ -341,9 +348,9 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: Tensor | No
     q, k, v, out, lse, kept = ctx.saved_tensors
     # Every rank takes part in the exchange, whether or not anything depends on its own rows.
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = attention_backward(
-        q, k, v, out, dout, lse, row_delta(dout, out, dlse), kept, ctx.call.handle, ctx.scale
-    )
+    forms = dlse is None and getattr(ctx.call.kernel, "forms_delta", False)
+    delta = None if forms else row_delta(dout, out, dlse)
+    grads = attention_backward(q, k, v, out, dout, lse, delta, kept, ctx.call.handle, ctx.scale)
     return (*grads, None, None)
 
 

@@ -53,10 +53,8 @@ class _Keys:
             self._next += 1
         if self._next < len(stages):
             stage = stages[self._next]
-            index = stage.index(self.k.device)
-            rows = torch.stack(
-                [self.k.index_select(1, index), self.v.index_select(1, index)], 2
-            ).transpose(0, 1)
+            rows = torch.stack([stage.sent.take(self.k), stage.sent.take(self.v)], 2)
+            rows = rows.transpose(0, 1)
             self._pending[self._next] = self._send(rows.contiguous(), stage, "keys")
             self._next += 1
 
@@ -183,10 +181,10 @@ class _Forward:
 
 def backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    delta: Tensor, kept: Tensor, scale: float,
+    delta: Tensor | None, kept: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK and dV of this rank's rows in the dtype of q; ``out``, ``lse`` and ``delta`` are
-    those of the whole softmax."""
+    those of the whole softmax, ``delta`` None for a kernel that forms it."""
     if len(call.groups) == 1:
         group, plan = call.groups[0]
         keys = _Keys(call, group, plan, k, v)
@@ -194,8 +192,9 @@ def backward(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     for group, plan in call.groups:
         keys, heads = _Keys(call, group, plan, k, v), group.query_heads(lse.device)
-        rows = tuple(group.queries(t) for t in (q, out, dout))
-        inputs = (*rows, lse[:, heads], delta[:, heads])
+        some_q, some_out, some_dout = (group.queries(t) for t in (q, out, dout))
+        some_delta = None if delta is None else delta[:, heads]
+        inputs = (some_q, some_out, some_dout, lse[:, heads], some_delta)
         work = _Backward(call, plan, keys, inputs, scale)
         some_dq, some_dk, some_dv = work.run(kept[: work.kept_size])
         kept = kept[work.kept_size :]
@@ -213,20 +212,21 @@ class _Backward:
     """
 
     def __init__(
-        self, call: Call, plan: RankPlan, keys: _Keys, inputs: tuple[Tensor, ...], scale: float
-    ) -> None:
+        self, call: Call, plan: RankPlan, keys: _Keys,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], scale: float,
+    ) -> None:  # fmt: skip
         self.call, self.plan, self.keys = call, plan, keys
         self.inputs, self.scale = inputs, scale
         self.dtype = inputs[0].dtype
         moves = any(stage.happens for stage in plan.stages)
         self.work = accumulator(self.dtype) if plan.late or moves else self.dtype
-        # What a kernel has rounded gains nothing from a wider dtype, and every query row is of
-        # one pass then; sums over passes and ranks are wide in any case.
+        # What a kernel has rounded gains nothing from a wider dtype.
         rounded = getattr(call.kernel, "rounds", False) and not plan.split
         self.pieces = self.dtype if rounded else self.work
         rows = keys.k.shape[1]
-        self.dq = _Sum(inputs[0].shape[1], self.pieces)
-        self.dk, self.dv = _Sum(rows, self.work), _Sum(rows, self.work)
+        self.dq, self.dk, self.dv = (
+            _Sum(n, self.pieces) for n in (inputs[0].shape[1], rows, rows)
+        )
         self.returning: list[tuple[Stage, Pending]] = []
 
     def _shape(self, stage: Stage) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ class _Backward:
         for number, stage in enumerate(self.plan.stages):
             if not stage.happens:
                 continue
-            grads = self.keys.k.new_zeros(self._shape(stage), dtype=self.work)
+            grads = self.keys.k.new_zeros(self._shape(stage), dtype=self.pieces)
             if not self.call.keep:
                 # Also where this rank needs nothing: the others meet it in this exchange.
                 self.keys.stage(number)
@@ -282,8 +282,8 @@ class _Backward:
         k, v = self.keys.of(one)
         dq, dk, dv = engine.backward(
             self.call.kernel, rows.take(q), k, v, rows.take(out), rows.take(dout),
-            rows.take(lse, 2), rows.take(delta, 2), self.plan.pattern, one.queries, one.keys,
-            self.scale, self.pieces,
+            rows.take(lse, 2), None if delta is None else rows.take(delta, 2), self.plan.pattern,
+            one.queries, one.keys, self.scale, self.pieces,
         )  # fmt: skip
         self.dq.add(rows, dq)
         if one.order is not None:
@@ -301,15 +301,13 @@ class _Backward:
 
     def _collect(self, stage: Stage, rows: Tensor) -> None:
         """Add what other ranks found for this rank's keys, one rank after the other: a sum whose
-        order does not depend on arrival."""
-        index, at = stage.index(rows.device), 0
-        for count in stage.send:
-            if count:
-                some = rows[at : at + count].to(self.work)
-                for n, total in enumerate((self.dk, self.dv)):
-                    held = total.total(self.keys.k)
-                    held.index_add_(1, index[at : at + count], some[:, :, n].transpose(0, 1))
-            at += count
+        order does not depend on arrival. Sums of several ranks are wide."""
+        wide = self.work if len(stage.given_back) > 1 else self.pieces
+        for n, total in enumerate((self.dk, self.dv)):
+            held = total.total(self.keys.k, wide)
+            for at, mine in stage.given_back:
+                some = rows[at : at + len(mine.array), :, n].transpose(0, 1)
+                mine.add(held, some)
 
 
 class _Sum:
@@ -328,11 +326,14 @@ class _Sum:
         else:
             self._waiting.append((rows, values))
 
-    def total(self, like: Tensor) -> Tensor:
-        """The sum, of the shape of ``like``: zeros where nothing was added."""
+    def total(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum, of the shape of ``like``: zeros where nothing was added. In ``dtype`` from
+        then on, where given."""
+        self.dtype = dtype or self.dtype
         if self._held is None:
             self._hold(torch.zeros(like.shape, dtype=self.dtype, device=like.device))
         assert self._held is not None
+        self._held = self._held.to(self.dtype)
         return self._held
 
     def _hold(self, values: Tensor) -> None:

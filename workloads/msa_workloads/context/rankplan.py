@@ -2,13 +2,14 @@
 
 Queries that see only keys of their own rank are computed while the others' keys arrive, straight
 into the result. The rest either wait and see all their keys in one pass (*fused*: nothing to
-merge), or are computed twice, on local and on remote keys, and merged exactly (*split*: more of
-the exchange is hidden). Everything here is host arithmetic on the layout, the documents and the
-pattern.
+merge; *whole* when all of the rank's queries do), or are computed twice, on local and on remote
+keys, and merged exactly (*split*: more of the exchange is hidden). Everything here is host
+arithmetic on the layout, the documents and the pattern.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -25,7 +26,7 @@ from msa_workloads.context.exchange import Method
 from msa_workloads.context.intervals import Bounds, Ints, in_documents
 from msa_workloads.context.reach import keys_seen, queries_seeing
 
-Fuse = Literal["auto", "always", "never"]
+Fuse = Literal["auto", "always", "never", "whole"]
 
 MAX_SLICES = 4
 """Stretches of rows that are computed one by one, as views; more are gathered into one copy."""
@@ -141,17 +142,23 @@ class Stage:
     receive: tuple[int, ...]
     happens: bool
     """Any two ranks exchange anything in this stage; the same on every rank."""
-    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def received(self) -> int:
         return sum(self.receive)
 
-    def index(self, device: torch.device) -> torch.Tensor:
-        """``send_rows`` on a device."""
-        if device not in self._kept:
-            self._kept[device] = torch.from_numpy(self.send_rows).to(device)
-        return self._kept[device]
+    @functools.cached_property
+    def sent(self) -> Rows:
+        """``send_rows``, all receivers' together."""
+        return Rows.listed(self.send_rows)
+
+    @functools.cached_property
+    def given_back(self) -> tuple[tuple[int, Rows], ...]:
+        """Of every receiver whose gradients come back: their place among the rows that do, and
+        the rows of this rank."""
+        ends = np.cumsum(self.send)
+        spans = ((int(end) - n, n) for end, n in zip(ends, self.send, strict=True) if n)
+        return tuple((a, Rows.listed(self.send_rows[a : a + n])) for a, n in spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +188,9 @@ def rank_plan(pattern: Pattern, plan: CommPlan, rank: int, method: Method, fuse:
         return RankPlan(builder.inner, stages, builder.early(), (), False, most)
     if plan.layout.stride > 1 and not builder.in_class and method != "ring":
         late = builder.sorted(tokens[0])
+        return RankPlan(builder.inner, stages, None, (late,), False, most)
+    if fuse == "whole" and method != "ring":
+        late = builder.fused(Rows(((0, len(builder.own)),)), tokens[0])
         return RankPlan(builder.inner, stages, None, (late,), False, most)
     bound = [builder.bound(some) for some in tokens]
     waits = np.logical_or.reduce(bound)
