@@ -64,6 +64,12 @@ class Rendered:
         """The cluster's name in this epoch."""
         return names.cluster_name(self.owner.name, self.owner.uid, self.content, epoch)
 
+    def templates(self, name: str) -> list[dict[str, Any]]:
+        """The pod templates of head and workers under that name."""
+        spec = _mounted(self.cluster, name)
+        groups = (spec["headGroupSpec"], *spec["workerGroupSpecs"])
+        return [group["template"] for group in groups]
+
     def children(self, name: str) -> list[dict[str, Any]]:
         """The manifests under a name that was decided on: what the cluster mounts comes first."""
         spec = _mounted(self.cluster, name)

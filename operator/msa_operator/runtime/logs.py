@@ -26,6 +26,10 @@ def about(namespace: str, name: str) -> Iterator[None]:
 class _Job(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.job = _job.get()
+        if record.name.startswith("kopf"):
+            # Its message names the error; a trace through its reactor helps nobody.
+            record.exc_info = record.exc_text = None
+            return "OS signals are ignored" not in record.getMessage()  # they are ours
         return True
 
 

@@ -187,7 +187,7 @@ class Observer:
         if memory.checked is not None and memory.checked[0] == planned.content:
             return memory.checked[1]
         said = ""
-        for template in planned.templates:
+        for template in planned.rendered.templates(owner.name):
             try:
                 self._kube.create(
                     TEMPLATES, owner.namespace, pod_template(template, owner), dry_run=True
@@ -320,7 +320,7 @@ def pod_template(template: dict[str, Any], owner: Owner) -> dict[str, Any]:
     """A core/v1 PodTemplate for the dry run: real pod rules, and no pod."""
     return {
         "apiVersion": "v1", "kind": "PodTemplate",
-        "metadata": {"generateName": f"{owner.name}-", "namespace": owner.namespace},
+        "metadata": {"name": f"{owner.name}-{owner.uid}", "namespace": owner.namespace},
         "template": template,
     }  # fmt: skip
 

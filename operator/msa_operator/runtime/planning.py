@@ -71,15 +71,6 @@ class Planned:
         groups = self.rendered.cluster["workerGroupSpecs"]
         return sum(int(g["replicas"]) * int(g["rayStartParams"]["num-gpus"]) for g in groups)
 
-    @property
-    def templates(self) -> list[dict[str, Any]]:
-        """Pod templates of head and workers."""
-        spec = self.rendered.cluster
-        return [
-            spec["headGroupSpec"]["template"],
-            *(g["template"] for g in spec["workerGroupSpecs"]),
-        ]
-
     def status(self) -> dict[str, Any]:
         """``status.plan``."""
         degrees, memory = self.plan.get("degrees", {}), self.plan.get("memoryGiB", {})

@@ -20,7 +20,7 @@ import kopf
 from kubernetes import client
 
 from msa_operator.reconcile import names
-from msa_operator.runtime.kube import CLUSTERS, FIELD_MANAGER, JOBS, PODS, Resource
+from msa_operator.runtime.kube import CLUSTERS, FIELD_MANAGER, JOBS, PODS, Resource, jitter
 from msa_operator.settings import Timeouts
 
 WATCHED: tuple[Resource, ...] = (JOBS, CLUSTERS, PODS)
@@ -67,10 +67,17 @@ class Watches:
         return {name: now - at for name, at in self._signs.items() if now - at > most}
 
     def _run(self) -> None:
-        try:
-            asyncio.run(self._operate())
-        except Exception:
-            _log.exception("the watches have ended")
+        wait = 1.0
+        while not self._stop.is_set():
+            began = time.monotonic()
+            try:
+                asyncio.run(self._operate())
+            except Exception as error:
+                # kopf gives up after some tries, on what an outage brings too. What is missed
+                # meanwhile, its next list brings.
+                _log.warning("the watches have ended and begin again: %s", error)
+            wait = 1.0 if time.monotonic() - began > 60 else min(30.0, wait * 2)
+            self._stop.wait(jitter(wait))
 
     async def _operate(self) -> None:
         registry = kopf.OperatorRegistry()
@@ -78,7 +85,7 @@ class Watches:
         settings.posting.enabled = False
         settings.peering.standalone = True
         settings.scanning.disabled = True
-        settings.watching.server_timeout = self._timeouts.watch_seconds
+        settings.watching.server_timeout = int(max(1, self._timeouts.watch_seconds))
         settings.watching.client_timeout = self._timeouts.watch_seconds + 30
         settings.watching.connect_timeout = min(10.0, self._timeouts.api_seconds)
         settings.watching.inactivity_timeout = min(INACTIVE_S, self._timeouts.silence_seconds)
