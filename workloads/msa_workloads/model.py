@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from msa_workloads.data import Batch
 from msa_workloads.loss import chunked_linear_loss, summed_loss, token_losses
+from msa_workloads.parallel import vocab
 from msa_workloads.parallel.fsdp import shard_module, sum_gradients
-from msa_workloads.parallel.mesh import Mesh, UnsupportedError
+from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
+from msa_workloads.parallel.tensor import parallelize
 from msa_workloads.permutation import key
 from msa_workloads.runspec import AttentionSpec, RunSpec
 
@@ -30,10 +32,12 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 class LanguageModel(nn.Module):
     """A causal language model that returns losses, so that logits need never be whole."""
 
-    def __init__(self, model: Any, loss_chunk: int) -> None:
+    def __init__(self, model: Any, loss_chunk: int, *, split: bool = False) -> None:
+        """``split`` says that ``model`` is split over tensor ranks."""
         super().__init__()
         self.model = model
         self._loss_chunk = loss_chunk
+        self._split = split
         if loss_chunk:
             for name in LOGIT_TRANSFORMS:
                 if getattr(model.config, name, None) not in (None, 1, 1.0):
@@ -64,11 +68,14 @@ class LanguageModel(nn.Module):
             extra["msa_document_ids"] = batch.documents
         else:
             extra["msa_attend"] = batch.attend
-        if self._loss_chunk and not per_token:
+        if self._split or (self._loss_chunk and not per_token):
             hidden = self.model.base_model(
                 input_ids=batch.tokens, position_ids=batch.positions, **extra
             ).last_hidden_state
             head = self.model.get_output_embeddings()
+            if self._split:
+                losses = vocab.token_losses if per_token else vocab.summed_loss
+                return losses(hidden, head.weight, batch.labels, self._loss_chunk)
             return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk)
         logits = self.model(input_ids=batch.tokens, position_ids=batch.positions, **extra).logits
         return (token_losses if per_token else summed_loss)(logits, batch.labels)
@@ -114,7 +121,10 @@ def build_model(
     patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
     hf.set_patterns(inner, patterns, backend=spec.attention.backend)
     _fix_rotary_length(inner, spec.sequence.length)
-    model = LanguageModel(inner, spec.memory.loss_chunk)
+    split = mesh is not None and mesh[MeshAxisName.TP].size() > 1
+    if mesh is not None and split:
+        parallelize(inner, mesh[MeshAxisName.TP])
+    model = LanguageModel(inner, spec.memory.loss_chunk, split=split)
     model.train()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     if spec.memory.checkpointing == "full":

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from msa_workloads.heads import HeadsError, check_tensor
 from msa_workloads.runspec import MeshSpec, RunSpec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -151,11 +152,10 @@ def check_supported(spec: RunSpec) -> None:
     for field in ("data_replicate", "data_shard", "context", "tensor"):
         if (degree := getattr(mesh, field)) < 1:
             raise UnsupportedError(f"mesh.{field}: found {degree}, must be at least 1")
-    if mesh.tensor != 1:
-        raise UnsupportedError(
-            f"mesh.tensor: found {mesh.tensor}, allowed: 1 (tensor parallelism is not part of "
-            "this release; split over context, data_shard or data_replicate instead)"
-        )
+    try:
+        check_tensor(spec.model.config, mesh.tensor)
+    except HeadsError as error:
+        raise UnsupportedError(f"mesh.tensor: {error}") from None
     if mesh.context > spec.sequence.length:
         raise UnsupportedError(
             f"mesh.context: found {mesh.context} for sequences of {spec.sequence.length} tokens; "

@@ -1,0 +1,63 @@
+"""Tensor ranks, alone and with every other axis, give the loss and gradients of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forked_ranks import on_forks
+from mesh_cases import Case, errors_of
+
+TOLERANCE = 1e-5
+"""Of the largest value of the single process, in fp32."""
+
+CASES: dict[int, list[Case]] = {
+    2: [
+        Case((1, 1, 1, 2), "llama", "union", dense_layers=(1,), loss_chunk=13),
+        Case((1, 1, 1, 2), "qwen3", "per head", checkpointing="full", micro_batch=2),
+        Case((1, 1, 1, 2), "mistral", "sinks", length=96, micro_batch=4),
+    ],
+    4: [
+        # Two key/value heads on four ranks: each is copied to two of them.
+        Case((1, 1, 1, 4), "llama", "per head", loss_chunk=50),
+        Case((1, 1, 1, 4), "qwen3", "window", packing="masked rank"),
+        Case((1, 1, 1, 4), "qwen2", "dense", checkpointing="full"),
+        Case((1, 2, 1, 2), "qwen3", "dilated", micro_batch=2),
+        Case((2, 1, 1, 2), "llama", "columns", loss_chunk=9),
+        Case((1, 1, 2, 2), "llama", "per head", dense_layers=(0,), layout="zigzag"),
+        Case((1, 1, 2, 2), "qwen3", "sinks", layout="balanced", packing="masked rank"),
+    ],
+    8: [
+        Case((1, 2, 2, 2), "llama", "union", loss_chunk=20),
+        Case((2, 1, 2, 2), "qwen3", "per head", layout="zigzag", checkpointing="full"),
+        Case((2, 2, 1, 2), "llama", "listed", packing="masked rank"),
+        Case((1, 1, 4, 2), "qwen3", "dilated", layout="residues", method="ring"),
+        Case((1, 1, 4, 2), "llama", "window", heads=2),
+        Case((1, 1, 2, 4), "qwen2", "per head", loss_chunk=7),
+        Case((2, 1, 1, 4), "qwen3", "dense", micro_batch=2),
+    ],
+}  # fmt: skip
+
+
+def on_two() -> list[tuple[float, Case]]:
+    return errors_of(CASES[2])
+
+
+def on_four() -> list[tuple[float, Case]]:
+    return errors_of(CASES[4])
+
+
+def on_eight() -> list[tuple[float, Case]]:
+    return errors_of(CASES[8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "run"), [(2, on_two), (4, on_four), (8, on_eight)])
+def test_any_mesh_with_tensor_ranks_gives_what_one_process_gives(ranks: int, run):
+    found = on_forks(run, ranks)[0]
+    assert [case for _, case in found] == CASES[ranks]
+    for error, case in found:
+        assert error <= TOLERANCE, case
