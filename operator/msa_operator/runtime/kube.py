@@ -35,7 +35,10 @@ Requested = Callable[[str, str, int | str, float], None]
 class KubeError(Exception):
     """A call that did not succeed. ``code`` is 0 when no answer came."""
 
-    def __init__(self, code: int, reason: str, message: str, retry_after: float | None) -> None:
+    def __init__(
+        self, code: int, reason: str, message: str, retry_after: float | None,
+        causes: tuple[Mapping[str, Any], ...] = (),
+    ) -> None:  # fmt: skip
         super().__init__(f"{code} {reason}: {message}" if code else message)
         self.code = code
         self.reason = reason
@@ -43,6 +46,8 @@ class KubeError(Exception):
         self.message = message
         self.retry_after = retry_after
         """Seconds that the server asks to wait."""
+        self.causes = causes
+        """Of a refused object: field, reason and message of each fault."""
 
     @property
     def gone(self) -> bool:
@@ -259,19 +264,23 @@ class Kube:
 
 def _refusal(error: ApiException) -> KubeError:
     reason, message, wait = str(error.reason or ""), "", None
+    causes: tuple[Mapping[str, Any], ...] = ()
     try:
         told = json.loads(error.body or "")
         reason, message = str(told.get("reason") or reason), str(told.get("message") or "")
-        wait = (told.get("details") or {}).get("retryAfterSeconds")
+        details = told.get("details") or {}
+        wait = details.get("retryAfterSeconds")
+        causes = tuple(c for c in details.get("causes") or () if isinstance(c, Mapping))
     except (ValueError, TypeError, AttributeError):
         message = str(error.body or "")[:500]
     header = (error.headers or {}).get("Retry-After")
     for text in (header, wait):
         try:
-            return KubeError(error.status or 0, reason, message, max(0.0, float(str(text))))
+            wait = max(0.0, float(str(text)))
+            return KubeError(error.status or 0, reason, message, wait, causes)
         except ValueError:
             continue
-    return KubeError(error.status or 0, reason, message, None)
+    return KubeError(error.status or 0, reason, message, None, causes)
 
 
 def jitter(seconds: float, rng: Callable[[], float] = random.random) -> float:
