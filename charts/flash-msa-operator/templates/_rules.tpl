@@ -41,14 +41,18 @@
   - configmaps
   verbs:
   - get
+  - list
   - create
+  - delete
 - apiGroups:
   - networking.k8s.io
   resources:
   - networkpolicies
   verbs:
   - get
+  - list
   - create
+  - delete
 - apiGroups:
   - ''
   resources:
