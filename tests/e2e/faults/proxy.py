@@ -55,6 +55,7 @@ class Proxy:
         self.writes = 0
         """Writes that came, those of the Lease apart."""
         self._spoken = asyncio.Event()
+        self._open_calls: set[asyncio.Task[Any]] = set()
         self._loop = Background("proxy")
         server.authority.sign("faults", "faults", hosts=["127.0.0.1"])
         port = self._loop.call(self._start())
@@ -96,6 +97,9 @@ class Proxy:
         return self._runner.addresses[0][1]
 
     async def _end(self) -> None:
+        for task in self._open_calls:
+            task.cancel()
+        await asyncio.gather(*self._open_calls, return_exceptions=True)
         await self._runner.cleanup()
         await self._admin.close()
         await self._other.close()
@@ -104,12 +108,15 @@ class Proxy:
         watch = request.query.get("watch", "").lower() in ("1", "true")
         call = Call.of(request.method, request.path, watch)
         fault = next((rule.fault for rule in self.rules if rule.takes(call)), None)
-        code = 0
+        code, task = 0, asyncio.current_task()
+        assert task is not None
+        self._open_calls.add(task)
         try:
             answer = await self._pass(request, call, fault)
-            code = answer.status
+            code = 0 if isinstance(answer, _Dropped) else answer.status
             return answer
         finally:
+            self._open_calls.discard(task)
             self.records.append(Record(call, code, fault))
 
     async def _pass(
@@ -118,7 +125,7 @@ class Proxy:
         if isinstance(fault, Delay):
             await asyncio.sleep(fault.seconds)
         if isinstance(fault, Reset):
-            raise _dropped(request)
+            return _Dropped(request)
         if isinstance(fault, Answer):
             return _refusal(fault)
         if call.verb == "watch":
@@ -128,15 +135,15 @@ class Proxy:
             self.writes += 1
             number = self.writes
             if self.before is not None and not await self.before(call, number):
-                raise _dropped(request)
+                return _Dropped(request)
         # Read and asked for to the end, whoever goes away meanwhile: the server has heard it.
         body = await request.read()
         asked = asyncio.shield(asyncio.ensure_future(self._ask(request, body)))
         status, headers, text = await asked
         if number and self.after is not None and not await self.after(call, number):
-            raise _dropped(request)
+            return _Dropped(request)
         if isinstance(fault, Lost):
-            raise _dropped(request)
+            return _Dropped(request)
         return web.Response(status=status, headers=headers, body=text)
 
     async def _ask(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -162,12 +169,12 @@ class Proxy:
                 self._spoken.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._spoken.wait(), UNTOLD_S)
-                raise _dropped(request)
+                return _Dropped(request)
             try:
                 async for piece in answer.content.iter_any():
                     await out.write(piece)
             except (ConnectionError, aiohttp.ClientError):
-                raise _dropped(request) from None
+                return _Dropped(request)
             return out
 
 
@@ -175,11 +182,13 @@ def _headers(headers: Any) -> dict[str, str]:
     return {key: value for key, value in headers.items() if key.lower() not in _HOP}
 
 
-def _dropped(request: web.Request) -> ConnectionResetError:
-    """Resets the connection; what to raise so that no answer is written to it."""
-    if request.transport is not None:
-        request.transport.abort()
-    return ConnectionResetError("dropped")
+class _Dropped(web.Response):
+    """Resets the connection; what is written to it afterwards goes nowhere."""
+
+    def __init__(self, request: web.Request) -> None:
+        super().__init__()
+        if request.transport is not None:
+            request.transport.abort()
 
 
 def _status(fault: Answer) -> dict[str, Any]:

@@ -144,8 +144,7 @@ class Heads:
         key = (where["namespace"], where["service"].removeprefix(SERVICE))
         head = self.heads.get(key)
         if head is None or key in self.deaf:
-            _abort(request)
-            raise ConnectionResetError
+            return _dropped(request)
         if request.headers.get("Authorization") != f"Bearer {head.token}":
             return web.Response(status=401, text="Unauthorized")
         request[HEAD] = head
@@ -154,12 +153,10 @@ class Heads:
         what = request.path.rsplit("/", 1)[-1] or "submit"
         self.writes[what] += 1
         if self.before_write is not None and not await self.before_write(what, request):
-            _abort(request)
-            raise ConnectionResetError
+            return _dropped(request)
         answer = await handler(request)
         if self.after_write is not None and not await self.after_write(what, request):
-            _abort(request)
-            raise ConnectionResetError
+            return _dropped(request)
         return answer
 
     async def _version(self, _: web.Request) -> web.Response:
@@ -206,22 +203,19 @@ class Heads:
         run = self._driver(request[HEAD])
         if run is None:
             # The endpoint is the driver's: without one, nothing listens.
-            _abort(request)
-            raise ConnectionResetError
+            return _dropped(request)
         said = self._advance(run)
         return web.json_response(said)
 
     async def _drain(self, request: web.Request) -> web.Response:
         if (run := self._driver(request[HEAD])) is None:
-            _abort(request)
-            raise ConnectionResetError
+            return _dropped(request)
         run.drain = True
         return web.json_response({}, status=202)
 
     async def _stacks(self, request: web.Request) -> web.Response:
         if (run := self._driver(request[HEAD])) is None:
-            _abort(request)
-            raise ConnectionResetError
+            return _dropped(request)
         lagging = {"rank": 0, "step": run.step, "node": "node-1"}
         folder = f"file:///checkpoints/stacks/{run.id}"
         return web.json_response({"folder": folder, "lagging": lagging}, status=202)
@@ -269,9 +263,11 @@ def _details(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _abort(request: web.Request) -> None:
+def _dropped(request: web.Request) -> web.Response:
+    """Resets the connection; what is written to it afterwards goes nowhere."""
     if request.transport is not None:
         request.transport.abort()
+    return web.Response()
 
 
 def work(runspec: str, job_uid: str) -> Work:

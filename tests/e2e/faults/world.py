@@ -17,8 +17,12 @@ CHILDREN = {
     "Pod": "/api/v1/namespaces/{}/pods",
     "Secret": "/api/v1/namespaces/{}/secrets",
 }
-"""What holds machines or keys: nothing of it may outlive the run. ConfigMap and NetworkPolicy stay
-with the job, as the record of what ran, and go with it."""
+"""What holds machines or keys: nothing of it may outlive the run."""
+RECORDS = (
+    "/api/v1/namespaces/{}/configmaps?labelSelector=flashmsa.dev/job",
+    "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+)
+"""Stay with the job, as the record of what ran, and go with it."""
 
 
 @dataclass
@@ -77,21 +81,33 @@ class World:
             ) from None
         return self.status(name)
 
+    def uid(self, name: str) -> str:
+        found = self.job(name)
+        assert found is not None
+        return found["metadata"]["uid"]
+
+    def held(self) -> dict[str, list[str]]:
+        """What holds machines or keys now."""
+        return {kind: names for kind in CHILDREN if (names := self.children(kind))}
+
+    def records(self) -> list[str]:
+        """What stays until a job is deleted."""
+        found = []
+        for path in RECORDS:
+            items = json.loads(self.server.get(path.format(self.namespace)))["items"]
+            found += [item["metadata"]["name"] for item in items]
+        return found
+
     def children(self, kind: str) -> list[str]:
         items = json.loads(self.server.get(CHILDREN[kind].format(self.namespace)))["items"]
         return [item["metadata"]["name"] for item in items]
 
     def clean(self, timeout_s: float = 60) -> None:
         """Returns once no run holds anything; nothing that must never be was ever so."""
-
-        def left() -> dict[str, list[str]]:
-            return {kind: names for kind in CHILDREN if (names := self.children(kind))}
-
-        wait_for(lambda: not left(), f"nothing was left in {self.namespace}", timeout_s)
+        wait_for(lambda: not self.held(), f"nothing was left in {self.namespace}", timeout_s)
         assert self.simulator.violations == []
 
     def submissions(self, name: str) -> list[tuple[str, int]]:
         """Every submission of the job that was started, with its first step."""
-        uid = (self.job(name) or {"metadata": {"uid": ""}})["metadata"]["uid"]
-        started = self.simulator.heads.started
+        uid, started = self.uid(name), self.simulator.heads.started
         return [(submission, step) for owner, submission, step in started if owner == uid]
