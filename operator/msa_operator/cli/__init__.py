@@ -6,6 +6,7 @@ from importlib import metadata
 
 import click
 
+from msa_operator.cli.doctor import doctor
 from msa_operator.cli.plan import plan
 from msa_operator.cli.run import run
 
@@ -14,8 +15,8 @@ __all__ = ["cli", "main"]
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99},
-    epilog="Exit codes: 0 done; 1 the run failed; 2 the file, a flag or the data cannot be used; "
-    "3 a package is missing; 130 interrupted.",
+    epilog="Exit codes: 0 done; 1 the run or a check failed; 2 the file, a flag or the data "
+    "cannot be used; 3 a package is missing; 130 interrupted.",
 )
 @click.version_option(metadata.version("flash-msa-operator"), prog_name="msa")
 def cli() -> None:
@@ -29,6 +30,8 @@ def cli() -> None:
       msa run job.yaml               train, on this machine or the Ray cluster of RAY_ADDRESS
       msa run --resume job.yaml      go on from the newest checkpoint
       ray job submit -- msa run job.yaml
+      msa doctor                     is everything there to train on this machine?
+      msa doctor --cluster           or in the cluster of the kubeconfig?
 
     \b
     The smallest job file:
@@ -45,6 +48,7 @@ def cli() -> None:
     """
 
 
+cli.add_command(doctor)
 cli.add_command(plan)
 cli.add_command(run)
 

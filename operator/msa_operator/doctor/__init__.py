@@ -1,0 +1,1 @@
+"""What ``msa doctor`` looks at: this machine, or a cluster, one finding for each thing."""
