@@ -22,6 +22,8 @@ from msa_kernels.plan import PartPlan, Request
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 HEAD_DIMS = (*range(8, 129, 8), 256)
+STRETCHES = 8
+"""Of keys, in the runs of a rank: many come with packed documents, and change with every batch."""
 TABLE_BYTES = 2 << 30
 """Most memory for the table of interval ends while a plan is built."""
 
@@ -31,6 +33,8 @@ class CudnnIntervals:
 
     name = "cudnn"
     forms_delta = True
+    rounds = True
+    """Gradients leave the library in the dtype of its inputs, whatever dtype is asked for."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("cudnn") is None:
@@ -48,8 +52,14 @@ class CudnnIntervals:
             return f"serves bfloat16 and float16, not {request.dtype}"
         if request.head_dim not in HEAD_DIMS:
             return f"serves multiples of 8 up to 128, and 256, not {request.head_dim}"
-        if not request.plain or request.q_rows != request.k_rows:
+        if request.partial:
+            return "rounds its output, which pieces of a softmax must not be"
+        if not (request.places or (request.plain and request.q_rows == request.k_rows)):
             return "is used for one document per row, of equal query and key lengths"
+        if any(len(keys.begin) > STRETCHES for _, keys in request.places):
+            return (
+                f"is used for at most {STRETCHES} stretches of keys: its plans cost milliseconds"
+            )
         try:
             groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
             parts = [group.parts() for group in groups]
@@ -62,7 +72,8 @@ class CudnnIntervals:
         if fold > 1 and (len(groups) > 1 or request.q_rows % fold):
             return f"needs a length that the dilation {fold} divides, the same for all heads"
         heads = 1 if len(groups) == 1 else request.q_heads
-        ends = 1 + 2 * max(intervals.count(some[0]) for some in parts)
+        pieces = max((len(keys.begin) for _, keys in request.places), default=1)
+        ends = 1 + 2 * pieces * max(intervals.count(some[0]) for some in parts)
         if heads * ends * request.batch * request.q_rows * 4 > TABLE_BYTES:
             reasons.append(f"its table of intervals is capped at {TABLE_BYTES >> 30} GiB")
         return next((reason for reason in reasons if reason), None)
@@ -131,8 +142,7 @@ class CudnnIntervals:
     def _build(
         self, plan: PartPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool
     ) -> Any:
-        rows, keys = q.shape[1], k.shape[1]
-        each = [intervals.ends(p.part, rows, keys, q.device) for p in plan.heads or (plan,)]
+        each = [intervals.ends(p.part, p.queries, p.keys, q.device) for p in plan.heads or (plan,)]
         width = max(len(ends) for ends in each)
         # Heads with fewer intervals repeat their last end: empty intervals.
         each = [torch.cat([e, e[-1:].expand(width - len(e), -1)]) for e in each]

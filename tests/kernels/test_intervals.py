@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_kernels import intervals
+from msa_kernels.blocks import Runs
 from msa_kernels.pattern import (
     Block,
     BlockList,
@@ -19,6 +20,7 @@ from msa_kernels.pattern import (
     Union,
     Window,
 )  # fmt: skip
+from msa_kernels.testing import placed, seen_pairs
 
 
 def visible(ends: torch.Tensor, keys: int) -> np.ndarray:
@@ -47,19 +49,20 @@ def served(length: int) -> st.SearchStrategy[Pattern]:
 
 
 @settings(deadline=None, max_examples=120)
-@given(st.data(), st.integers(1, 90), st.integers(1, 90))
-def test_ends_are_the_predicate(data: st.DataObject, queries: int, keys: int) -> None:
-    pattern = data.draw(served(queries))
+@given(st.data(), placed())
+def test_ends_are_the_predicate(data: st.DataObject, place: tuple[Runs, Runs]) -> None:
+    queries, keys = place
+    pattern = data.draw(served(queries.rows))
     (part,) = pattern.parts()
     assert intervals.unsupported(part) is None
-    found = visible(intervals.ends(part, queries, keys, torch.device("cpu")), keys)
-    wanted = part.allows(np.arange(queries)[:, None], np.arange(keys)[None])
-    assert (found == np.broadcast_to(wanted, found.shape)).all()
+    found = visible(intervals.ends(part, queries, keys, torch.device("cpu")), keys.rows)
+    assert (found == seen_pairs(part.allows, queries, keys)).all()
 
 
 def test_neighbouring_blocks_are_one_interval() -> None:
     (part,) = BlockList(8, ((0,), (0, 1), (0, 1, 2))).parts()
-    assert intervals.ends(part, 24, 24, torch.device("cpu")).shape == (3, 24)
+    runs = Runs.whole(24)
+    assert intervals.ends(part, runs, runs, torch.device("cpu")).shape == (3, 24)
 
 
 @pytest.mark.parametrize(
