@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ class Case:
     q_heads: int = Q_HEADS
     kv_heads: int = KV_HEADS
     head_dim: int = HEAD_DIM
+    dtype: str = "bfloat16"
 
     @property
     def pairs(self) -> int:
@@ -39,10 +41,10 @@ class Case:
         return self.batch * ratio * sum(groups)
 
     def tensors(self, seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """q, k, v and the output's cotangent: normal, bf16, on the GPU."""
+        """q, k, v and the output's cotangent: normal, on the GPU."""
         made = torch.Generator("cuda").manual_seed(seed)
         shapes = [self.q_heads, self.kv_heads, self.kv_heads, self.q_heads]
-        kind = {"generator": made, "device": "cuda", "dtype": torch.bfloat16}
+        kind = {"generator": made, "device": "cuda", "dtype": getattr(torch, self.dtype)}
         return tuple(
             torch.randn(self.batch, self.sequence, heads, self.head_dim, **kind)
             for heads in shapes
@@ -81,13 +83,17 @@ def _random_blocks(blocks: int, seed: int, most: int = 16) -> BlockList:
     return BlockList(128, tuple(rows))
 
 
-def cases(names: tuple[str, ...], sequences: tuple[int, ...]) -> list[Case]:
+def cases(
+    names: tuple[str, ...], sequences: tuple[int, ...], head_dim: int = HEAD_DIM,
+    dtype: str = "bfloat16",
+) -> list[Case]:  # fmt: skip
     made = []
+    kind: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype}
     for sequence in sequences:
         for name in names:
             if sequence <= 1024:
                 if name == "causal":
-                    made.append(Case(name, pattern(name, sequence), sequence, batch=16))
+                    made.append(Case(name, pattern(name, sequence), sequence, batch=16, **kind))
             elif sequence > 8192 or not name.startswith("window8k"):
-                made.append(Case(name, pattern(name, sequence), sequence))
+                made.append(Case(name, pattern(name, sequence), sequence, **kind))
     return made

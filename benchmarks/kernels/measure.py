@@ -5,9 +5,11 @@
 
 Medians over CUDA-event timings of a forward with autograd on, the backward that follows it, and
 both together; the L2 cache is flushed before each, and a spin on the GPU hides the host's launch
-time where a case is short. TFLOP/s count attended pairs only: 4 * D per pair and query head
-forward, 2.5 times that backward. Every result is checked at the timed shape on sampled query rows
-(output and dQ against fp32). Building lists, masks and plans, compiling and tuning are not timed.
+time where a case is short. ``host_ms`` is the wall time of a forward and backward in calls back to
+back: where it exceeds the device's time, launching costs more than running. TFLOP/s count attended
+pairs only: 4 * D per pair and query head forward, 2.5 times that backward. Every result is checked
+at the timed shape (:mod:`samples`). Building lists, masks and plans, compiling and tuning are not
+timed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from cases import NAMES, Case, cases
 from msa_kernels import backend
 from peers import PEERS, Attend, NoWay
+from samples import check
 
 
 def main() -> None:
@@ -33,13 +36,23 @@ def main() -> None:
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--patterns", default=",".join(NAMES))
     parser.add_argument("--sequences", default="512,1024,8192,32768,131072")
+    parser.add_argument("--head-dims", default="128")
+    parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"),
                         help="stop taking new cases after this long")  # fmt: skip
     args = parser.parse_args()
     began = time.monotonic()
     rows: list[dict] = []
-    todo = cases(tuple(args.patterns.split(",")), tuple(map(int, args.sequences.split(","))))
+    todo = [
+        case
+        for dtype in args.dtypes.split(",")
+        for dim in args.head_dims.split(",")
+        for case in cases(
+            tuple(args.patterns.split(",")), tuple(map(int, args.sequences.split(","))),
+            int(dim), dtype,
+        )
+    ]  # fmt: skip
     for case in todo:
         for peer in args.peers.split(","):
             if time.monotonic() - began > args.seconds:
@@ -56,7 +69,7 @@ def run(peer: str, case: Case) -> dict | None:
     row: dict = {
         "implementation": peer, "pattern": case.name, "sequence": case.sequence,
         "batch": case.batch, "heads": f"{case.q_heads}/{case.kv_heads}",
-        "head_dim": case.head_dim,
+        "head_dim": case.head_dim, "dtype": case.dtype,
     }  # fmt: skip
     torch.compiler.reset()
     try:
@@ -85,9 +98,8 @@ def measure(attend: Attend, case: Case) -> dict:
         return torch.autograd.grad(out, leaves, dout)
 
     out = forward()
-    dq = backward(out)[0]
-    errors = check(case, q, k, v, dout, out, dq)
-    del out, dq
+    errors = check(case, (q, k, v), dout, out, backward(out))
+    del out
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     grads = backward(forward())
@@ -97,6 +109,7 @@ def measure(attend: Attend, case: Case) -> dict:
     forward_ms = median(lambda: None, lambda _: forward())
     backward_ms = median(forward, backward)
     total_ms = median(lambda: None, lambda _: backward(forward()))
+    host_ms = wall(lambda: backward(forward())) if total_ms < 3 else None
     flops = 4 * case.head_dim * case.pairs
     return {
         "forward_ms": round(forward_ms, 4), "backward_ms": round(backward_ms, 4),
@@ -104,7 +117,7 @@ def measure(attend: Attend, case: Case) -> dict:
         "forward_tflops": round(flops / forward_ms / 1e9, 1),
         "backward_tflops": round(2.5 * flops / backward_ms / 1e9, 1),
         "total_tflops": round(3.5 * flops / total_ms / 1e9, 1),
-        "peak_bytes": peak, **errors,
+        "host_ms": host_ms, "peak_bytes": peak, **errors,
     }  # fmt: skip
 
 
@@ -129,37 +142,14 @@ def median(prepare: Callable, timed: Callable) -> float:
     return statistics.median(times)
 
 
-def check(case: Case, q, k, v, dout, out, dq, count: int = 12) -> dict:
-    """Norm-wise errors of sampled rows of the last batch row against fp32."""
-    rows = torch.linspace(0, case.sequence - 1, count).round().int().tolist()
-    ratio = case.q_heads // case.kv_heads
-    j = torch.arange(case.sequence, device="cuda")
-    wrong = [0.0, 0.0]
-    size = [0.0, 0.0]
-    for group in range(0, case.kv_heads, 3):
-        pattern = case.pattern.for_group(group)
-        keys, values = (t[-1, :, group].detach().float() for t in (k, v))
-        for i in rows:
-            bits = pattern.row(i, case.sequence)
-            raw = bits.to_bytes(-(-case.sequence // 8), "little")
-            seen = torch.frombuffer(bytearray(raw), dtype=torch.uint8).cuda()
-            seen = (seen[j // 8] >> (j % 8)) & 1 == 1
-            heads = slice(group * ratio, (group + 1) * ratio)
-            query, cotangent = q[-1, i, heads].detach().float(), dout[-1, i, heads].float()
-            scores = (query @ keys.T * case.head_dim**-0.5).masked_fill(~seen, -float("inf"))
-            weights = scores.softmax(-1)
-            right = weights @ values
-            slope = weights * (cotangent @ values.T - (cotangent * right).sum(-1, keepdim=True))
-            right_dq = slope @ keys * case.head_dim**-0.5
-            for n, (found, truth) in enumerate(
-                ((out[-1, i, heads], right), (dq[-1, i, heads], right_dq))
-            ):
-                wrong[n] += float((found.detach().float() - truth).square().sum())
-                size[n] += float(truth.square().sum())
-    error = [(w / s) ** 0.5 for w, s in zip(wrong, size, strict=True)]
-    if not max(error) < 8e-3:
-        raise AssertionError(f"relative error of output and dQ: {error}")
-    return {"out_error": round(error[0], 5), "dq_error": round(error[1], 5)}
+def wall(work: Callable, count: int = 50) -> float:
+    """Milliseconds of wall time a call, of ``count`` calls back to back."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    torch.cuda.synchronize()
+    return round(1e3 * (time.perf_counter() - began) / count, 4)
 
 
 def machine() -> dict:

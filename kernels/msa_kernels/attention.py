@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from msa_kernels import backend as backends
-from msa_kernels.ops import attention, encode
+from msa_kernels.ops import attention
 from msa_kernels.pattern import (
     BlockTopK,
     Documented,
@@ -103,7 +103,7 @@ def msa_attention(
         out, lse = direct.attend(q, k, v, pattern, placement, factor, return_lse)
     else:
         out, lse = attention(
-            q, k, v, encode(pattern), factor, placement.documents, placement.q_bounds,
+            q, k, v, pattern.encoded(), factor, placement.documents, placement.q_bounds,
             placement.k_bounds, placement.align, backend,
         )  # fmt: skip
     if return_lse:

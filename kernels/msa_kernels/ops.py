@@ -1,18 +1,11 @@
 """Attention as PyTorch operators, one for each direction, with gradients, shapes and FLOPs.
 
-The pattern travels as its canonical JSON, or as the hash of it where that is long, documents and
-bounds as tensors: lists are made and backends chosen inside the operator, so that a compiled graph
-holds neither lists nor lengths. Both operators have fake kernels and FLOP formulas that count the
-pairs a pattern attends.
+The pattern travels as text (:mod:`msa_kernels.encoding`), documents and bounds as tensors: lists
+are made and backends chosen inside the operator, so that a compiled graph holds neither lists nor
+lengths. Both operators have fake kernels and FLOP formulas that count the pairs a pattern attends.
 """
 
 from __future__ import annotations
-
-import hashlib
-import json
-import threading
-from collections import OrderedDict
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,64 +14,13 @@ from torch.utils.flop_counter import register_flop_formula
 from msa_kernels import backend as backends
 from msa_kernels import engine, fused
 from msa_kernels.blocks import Runs
-from msa_kernels.pattern import Pattern, from_dict
+from msa_kernels.encoding import decode
+from msa_kernels.pattern import Pattern
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Align, Request, TileKernel
 
-LONG_TEXT = 4096
-"""Characters above which a pattern travels by its hash: an operator copies its text four times."""
-PATTERNS_KEPT = 256
-
-
-@torch.compiler.assume_constant_result
-def encode(pattern: Pattern) -> str:
-    """Canonical JSON of a pattern, or its hash: equal text for equal patterns. A constant when
-    compiled. Hashes are understood in this process, for the last 256 long patterns used."""
-    text = _encode(pattern)
-    if text.startswith(_HASH):
-        _keep(text, pattern)
-    return text
-
-
-@lru_cache(maxsize=256)
-def _encode(pattern: Pattern) -> str:
-    text = json.dumps(pattern.to_dict(), separators=(",", ":"), sort_keys=True)
-    if len(text) <= LONG_TEXT:
-        return text
-    return _HASH + hashlib.sha256(text.encode()).hexdigest()
-
-
-def decode(text: str) -> Pattern:
-    """The pattern of :func:`encode`."""
-    if not text.startswith(_HASH):
-        return _decode(text)
-    with _lock:
-        pattern = _long.get(text)
-    if pattern is None:
-        raise ValueError(
-            f"pattern {text} is not known here: encode() it first in this process, and keep at "
-            f"most {PATTERNS_KEPT} long patterns in flight"
-        )
-    _keep(text, pattern)
-    return pattern
-
-
-@lru_cache(maxsize=256)
-def _decode(text: str) -> Pattern:
-    return from_dict(json.loads(text))
-
-
-def _keep(text: str, pattern: Pattern) -> None:
-    with _lock:
-        _long[text] = pattern
-        _long.move_to_end(text)
-        while len(_long) > PATTERNS_KEPT:
-            _long.popitem(last=False)
-
-
-_HASH = "sha256:"
-_long: OrderedDict[str, Pattern] = OrderedDict()
-_lock = threading.Lock()
+# A compiled graph holds the text: which pattern a layer has is decided as it is traced.
+torch.compiler.assume_constant_result(Pattern.encoded)
 
 
 @torch.library.custom_op("msa::attention", mutates_args=())

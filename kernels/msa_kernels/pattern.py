@@ -92,6 +92,12 @@ class Pattern:
             out[f.name] = _plain(value)
         return out
 
+    def encoded(self) -> str:
+        """Short text, equal for equal patterns (:mod:`msa_kernels.encoding`)."""
+        from msa_kernels.encoding import encode
+
+        return encode(self)
+
     def __and__(self, documents: object) -> Documented:
         if not isinstance(documents, Documents):
             return NotImplemented

@@ -7,8 +7,9 @@ import pytest
 import torch
 from msa_kernels import ops
 from msa_kernels.attention import msa_attention
+from msa_kernels.encoding import decode
 from msa_kernels.module import MsaAttention
-from msa_kernels.pattern import Dense, Dilated, Pattern, PerHead, SinkWindow, Window
+from msa_kernels.pattern import BlockList, Dense, Dilated, Pattern, PerHead, SinkWindow, Window
 from msa_kernels.placement import Placement
 from msa_kernels.testing import seen_pairs
 from torch import nn
@@ -25,7 +26,7 @@ def arguments(
 ) -> tuple[object, ...]:
     q, k, v = (torch.randn(batch, 20, h, 8, requires_grad=True) for h in (4, 2, 2))
     return (
-        q, k, v, ops.encode(pattern), 0.3, ids, bounds, bounds, "bottom-right", "torch"
+        q, k, v, pattern.encoded(), 0.3, ids, bounds, bounds, "bottom-right", "torch"
     )  # fmt: skip
 
 
@@ -109,8 +110,19 @@ def test_flops_count_attended_pairs_only() -> None:
 
 def test_equal_patterns_have_equal_names() -> None:
     pattern = PerHead((SinkWindow(8, 2), Dilated(3).limited(9)))
-    assert ops.encode(pattern) == ops.encode(ops.decode(ops.encode(pattern)))
-    assert ops.decode(ops.encode(pattern)) == pattern
+    assert pattern.encoded() == decode(pattern.encoded()).encoded()
+    assert decode(pattern.encoded()) == pattern
+
+
+def test_long_patterns_travel_by_their_hash() -> None:
+    rows = tuple(tuple(range(q + 1)) for q in range(60))
+    pattern = PerHead((BlockList(2, rows), BlockList(2, (*rows[:-1], (1,)))))
+    text = pattern.encoded()
+    assert len(text) < 100
+    assert decode(text) == pattern
+    assert text == PerHead(pattern.members).encoded() != pattern.members[0].encoded()
+    with pytest.raises(ValueError, match="is not known here: encode it first"):
+        decode("sha256:0")
 
 
 def test_a_second_derivative_is_refused() -> None:

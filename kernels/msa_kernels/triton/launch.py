@@ -186,9 +186,36 @@ class TritonKernel:
         )
 
 
+def prepare(plan: PartPlan, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Make and upload what forward and backward need of ``plan`` before they are called.
+
+    For whoever changes documents every step, such as a loader's worker: a later call finds it.
+    """
+    hopper = (
+        _is_hopper(device) and head_dim <= HOPPER_HEAD_DIM and head_dim % 8 == 0
+        and dtype in (torch.bfloat16, torch.float16)
+    )  # fmt: skip
+    plan.kept(("predicate", device), lambda: _upload(plan, device))
+    if not plan.simple:
+        plan.maps(device)
+    sizes = {
+        kind: _hopper_tiles(kind) if hopper else _plain(dtype, head_dim, kind)[:2]
+        for kind in ("forward", "dq", "dkv")
+    }
+    for kind, tiles in sizes.items():
+        device_lists(plan, *tiles, device, transposed=kind == "dkv")
+
+
+def _hopper_tiles(kind: str) -> tuple[int, int]:
+    block, _ = HOPPER[kind]
+    return (block, 128) if kind == "dkv" else (128, block)
+
+
 @functools.lru_cache(maxsize=8)
 def _is_hopper(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _arguments(
@@ -289,16 +316,16 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def _plain(q: torch.Tensor, kernel: str) -> tuple[int, int, int, int]:
-    if INTERPRETED or q.dtype == torch.float32:
+def _plain(dtype: torch.dtype, head_dim: int, kernel: str) -> tuple[int, int, int, int]:
+    if INTERPRETED or dtype == torch.float32:
         return 32, 32, 4, 1
-    return _PLAIN[kernel, max(64, _width(q.shape[-1]))]
+    return _PLAIN[kernel, max(64, _width(head_dim))]
 
 
 def _plain_tiles(q: torch.Tensor, kernel: str) -> tuple[int, int]:
-    return _plain(q, kernel)[:2]
+    return _plain(q.dtype, q.shape[-1], kernel)[:2]
 
 
 def _plain_options(q: torch.Tensor, kernel: str) -> dict[str, int]:
-    _, _, warps, stages = _plain(q, kernel)
+    _, _, warps, stages = _plain(q.dtype, q.shape[-1], kernel)
     return {"num_warps": warps, "num_stages": stages}
