@@ -1,4 +1,7 @@
-"""Tests marked gpu are left out where there is no GPU, and the summary says so."""
+"""Tests marked gpu are left out where there is no GPU, and the summary says so.
+
+Tests marked full run only when they are asked for: ``pytest -m full``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests marked ``gpu`` on a machine without one."""
+    """Deselects tests marked ``gpu`` on a machine without one, and ``full`` ones unless asked."""
+    if "full" not in str(config.getoption("markexpr")):
+        full = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if item not in full]
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu or _has_gpu():
         return

@@ -130,14 +130,14 @@ def test_bad_input_is_refused_with_a_reason(
         specs=[
             spec("a", data={"source": "file:///nowhere/*.txt"}),
             spec("b", attention={"dense_layers": (7,)}),
-            spec("c", mesh={"context": 2}),
+            spec("c", context={"heads": 2}),
             spec("d", training={"learning_rate": 1e30, "warmup_steps": 0, "clip_norm": 0.0}),
             spec("e", data={"source": f"file://{lonely}"}),
         ],
     )
     assert missing == "DataError: file:///nowhere/*.txt: no file matches"
     assert "attention.dense_layers: found 7" in dense
-    assert "mesh.context: found 2" in unsupported
+    assert "context.heads: found 2, which does not divide" in unsupported
     assert diverged.startswith("DivergedError: step 2: loss ")
     assert single["held_out"] is None
     assert single["order1"] is None

@@ -108,6 +108,8 @@ def choose(
     have it. Rows of a rank are a multiple of ``multiple``. Raises
     :class:`~msa_workloads.context.layout.LayoutError` when no rule of the kind fits.
     """
+    if ranks == 1:
+        kind = "auto"  # all layouts are one: heads alone are split
     packings = list(dict.fromkeys(packings)) or [(tokens,)]
     weights = tuple(patterns.items())
     areas = [solver.weighted_area(patterns, documents, tokens) for documents in packings]
