@@ -53,7 +53,10 @@ class CheckpointStorage(Model):
     )
 
     def default_uri(self, namespace: str, job: str) -> str | None:
-        """The folder of a job that names none; None when nothing was installed for it."""
+        """The folder of a job that names none; None when nothing was installed for it.
+
+        ``job`` has to tell job objects apart, not only their names.
+        """
         if self.uri:
             return f"{self.uri.rstrip('/')}/{namespace}/{job}"
         if self.claim:

@@ -142,7 +142,7 @@ def rights(server: ApiServer, scope: rbac.Scope, namespace: str) -> list[bool]:
 FORBIDDEN = [
     ("list", "", "secrets"), ("watch", "", "secrets"), ("create", "", "secrets"),
     ("create", "", "pods"), ("create", "", "pods/exec"), ("patch", "", "pods"),
-    ("delete", "", "configmaps"), ("update", "", "configmaps"), ("delete", "", "nodes"),
+    ("patch", "", "configmaps"), ("update", "", "configmaps"), ("delete", "", "nodes"),
     ("create", "", "serviceaccounts/token"), ("delete", "", "namespaces"),
     ("create", "rbac.authorization.k8s.io", "rolebindings"), ("patch", "apps", "deployments"),
     ("create", "flashmsa.dev", "longcontextjobs"), ("deletecollection", "ray.io", "rayclusters"),

@@ -273,6 +273,12 @@ def test_rights_in_some_namespaces_are_in_no_other():
     assert not any(x["metadata"]["name"] == f"{cluster}:jobs" for x in objects)
 
 
+def test_an_installation_can_do_without_anything_of_the_cluster():
+    objects = rendered(NAMESPACED, "--set=rbac.clusterRead=false,rbac.aggregate=false")
+    assert not any(x["kind"].startswith("Cluster") for x in objects)
+    assert granted(objects, "Role", "flash-msa-operator-jobs", "team-a") == rbac.rules("jobs")
+
+
 def test_the_table_grants_nothing_wide():
     for rule in rbac.RULES:
         assert "*" not in (rule.group, *rule.resources, *rule.verbs)

@@ -177,7 +177,7 @@ def test_the_operator_is_found_with_its_version_and_settings(
 def test_default_storage_has_to_be_a_claim_that_all_pods_can_write(server: ApiServer):
     install(server, "--set=settings.checkpoint.uri=s3://bucket/runs")
     found = look(server.kubeconfig)
-    assert state(found, "default storage") == ("ok", "s3://bucket/runs/team-a/<job>")
+    assert state(found, "default storage") == ("ok", "s3://bucket/runs/team-a/<job>-<id>")
     install(server, "--set=settings.checkpoint.claim=shared")
     assert "there is no claim shared" in look(server.kubeconfig)["default storage"]["found"]
 

@@ -16,7 +16,6 @@
   resources:
   - longcontextjobs/status
   verbs:
-  - get
   - patch
 - apiGroups:
   - flashmsa.dev
@@ -58,7 +57,6 @@
   resources:
   - pods
   verbs:
-  - get
   - list
   - watch
   - delete
@@ -80,7 +78,6 @@
   - events
   verbs:
   - create
-  - patch
 {{- end }}
 
 {{- define "flash-msa.rules.cluster" -}}
@@ -89,9 +86,7 @@
   resources:
   - hardwareprofiles
   verbs:
-  - get
   - list
-  - watch
 - apiGroups:
   - ''
   resources:
@@ -99,7 +94,6 @@
   verbs:
   - get
   - list
-  - watch
 {{- end }}
 
 {{- define "flash-msa.rules.own" -}}
@@ -118,5 +112,4 @@
   verbs:
   - get
   - update
-  - patch
 {{- end }}

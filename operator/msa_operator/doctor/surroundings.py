@@ -31,7 +31,7 @@ def storage(target: Target, installed: Installed) -> list[Finding]:
         ]
     chosen = installed.settings.get("checkpoint") or {}
     if uri := chosen.get("uri"):
-        return [ok(check, f"{uri}/{target.namespace}/<job>")]
+        return [ok(check, f"{uri}/{target.namespace}/<job>-<id>")]
     if not (claim := chosen.get("claim")):
         return [
             warning(
