@@ -22,6 +22,7 @@ from msa_operator.reconcile.desired import Owner
 from msa_operator.reconcile.intent import HOLDING, TERMINAL, Intent
 from msa_operator.reconcile.lifecycle import parts
 from msa_operator.reconcile.observe import Job, JobsApi, Planning, Pod, Progress, State
+from msa_operator.runtime import views
 from msa_operator.runtime.capacity import Provider
 from msa_operator.runtime.cluster import ClusterFacts
 from msa_operator.runtime.head import Head, HeadError, Heads
@@ -103,7 +104,12 @@ class Observer:
             api = JobsApi(
                 reachable=contact.reachable, since=contact.since, submissions=contact.submissions
             )
-            state = replace(state, api=api, progress=_progress(memory.seen))
+            state = replace(state, api=api)
+        # After the head was asked, and whether it answered or not: a head that is gone says
+        # nothing, and how far its run had come must not be lost with it.
+        if memory.seen is None:
+            memory.seen = _recalled(job, state)
+        state = replace(state, progress=_progress(memory.seen))
         head = contact.head if contact else None
         return Look(state, job, owner, planned, head, service)
 
@@ -345,6 +351,25 @@ def _deleted(job: JobObject, now: float) -> float | None:
         return min(now, status.seconds_of(job.deletion))
     except ValueError:
         return now
+
+
+def _recalled(job: JobObject, s: State) -> Seen | None:
+    """What the status says of the attempt that is open: an operator before this one wrote it.
+
+    Its step counts as made now: how long none was made, this operator has not seen.
+    """
+    shown = (job.raw.get("status") or {}).get("progress")
+    attempt = s.intent.attempt
+    if attempt is None or not isinstance(shown, dict):
+        return None
+    try:
+        received = status.seconds_of(str(shown.get("updated")))
+    except ValueError:
+        return None
+    if received < attempt.started:
+        return None  # of the attempt before
+    found = views.report({**shown, "submission": attempt.submission_id})
+    return None if found is None else Seen(found, s.now, received)
 
 
 def _progress(seen: Seen | None) -> Progress | None:
