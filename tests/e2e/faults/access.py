@@ -12,6 +12,7 @@ from ..apiserver import ApiServer
 
 NAMESPACE = "flash-msa-system"
 ACCOUNT = "flash-msa-operator"
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/flash-msa-operator"
 RBAC = "rbac.authorization.k8s.io"
 
 
@@ -30,12 +31,6 @@ def kubeconfig(server: ApiServer, url: str, path: Path) -> Path:
     path.touch(mode=0o600)
     path.write_text(json.dumps(_config(url, token, authority)))
     return path
-
-
-def release(server: ApiServer) -> None:
-    """Takes away the Lease, as if the time of a holder that is dead had passed."""
-    path = ["lease", "flash-msa-operator", f"--namespace={NAMESPACE}", "--ignore-not-found"]
-    server.kubectl("delete", *path)
 
 
 def _named(namespace: str = "") -> dict[str, str]:

@@ -109,8 +109,7 @@ def live(lives: list[Life], timeout_s: float, between: Any = lambda: None) -> No
 
     def all_over() -> bool:
         between()
-        # Every one is looked at, also when an earlier one is not over.
-        return all([life.look() for life in lives])
+        return sum(life.look() for life in lives) == len(lives)
 
     try:
         wait_for(all_over, "every life was over", timeout_s)

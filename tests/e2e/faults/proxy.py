@@ -11,7 +11,6 @@ import contextlib
 import json
 import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,12 @@ from ..apiserver import ApiServer
 from ..certificates import kubeconfig
 from .background import Background
 from .client import LINE_BYTES, admin_tls
-from .rules import Answer, Call, Delay, Expired, Fault, Lost, Reset, Rule, Silent
+from .rules import Answer, Call, Delay, Expired, Fault, Lost, Moment, Reset, Rule, Silent
 
 _HOP = {"connection", "transfer-encoding", "content-length", "host", "content-encoding",
         "accept-encoding"}  # fmt: skip
 UNTOLD_S = 120.0
 """A silent watch is let go after this, should a test forget to."""
-
-Moment = Callable[[Call, int], Awaitable[bool]]
-"""Told of the n-th write (from 1); False drops the connection in place of going on."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,6 @@ class Proxy:
         self.records: list[Record] = []
         self.before: Moment | None = None
         self.after: Moment | None = None
-        self.writes = 0
-        """Writes that came, those of the Lease apart."""
         self._spoken = asyncio.Event()
         self._open_calls: set[asyncio.Task[Any]] = set()
         self._loop = Background("proxy")
@@ -130,17 +124,15 @@ class Proxy:
             return _refusal(fault)
         if call.verb == "watch":
             return await self._stream(request, fault)
-        number = 0
-        if call.write and call.resource != "leases":
-            self.writes += 1
-            number = self.writes
-            if self.before is not None and not await self.before(call, number):
-                return _Dropped(request)
-        # Read and asked for to the end, whoever goes away meanwhile: the server has heard it.
         body = await request.read()
+        # What a dry run asks for is not done, and a Lease is not part of a job's life.
+        counts = call.write and call.resource != "leases" and "dryRun" not in request.query
+        if counts and self.before is not None and not await self.before(call, body):
+            return _Dropped(request)
+        # Asked for to the end, whoever goes away meanwhile: the server has heard it.
         asked = asyncio.shield(asyncio.ensure_future(self._ask(request, body)))
         status, headers, text = await asked
-        if number and self.after is not None and not await self.after(call, number):
+        if counts and self.after is not None and not await self.after(call, body):
             return _Dropped(request)
         if isinstance(fault, Lost):
             return _Dropped(request)

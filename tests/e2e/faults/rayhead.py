@@ -13,6 +13,8 @@ from typing import Any
 from aiohttp import web
 from msa_workloads.runspec import RunSpec
 
+from .rules import Call, Moment
+
 OVER = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 DRAINED_EXIT = 75
 DASHBOARD, CONTROL = 8265, 8267
@@ -89,9 +91,8 @@ class Heads:
         """Runs make their first steps and no more."""
         self.limits: dict[str, int] = {}
         """Steps that runs of a job, by its uid, may reach before a test lets them go on."""
-        self.before_write: Any = None
-        """Called with (what, request) before and after each POST; False drops the connection."""
-        self.after_write: Any = None
+        self.before: Moment | None = None
+        self.after: Moment | None = None
 
     def application(self) -> web.Application:
         app = web.Application()
@@ -152,10 +153,12 @@ class Heads:
             return await handler(request)
         what = request.path.rsplit("/", 1)[-1] or "submit"
         self.writes[what] += 1
-        if self.before_write is not None and not await self.before_write(what, request):
+        call = Call("create", f"head/{what}", key[0], key[1])
+        body = await request.read()
+        if self.before is not None and not await self.before(call, body):
             return _dropped(request)
         answer = await handler(request)
-        if self.after_write is not None and not await self.after_write(what, request):
+        if self.after is not None and not await self.after(call, body):
             return _dropped(request)
         return answer
 

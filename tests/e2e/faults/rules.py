@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
@@ -82,6 +83,9 @@ class Expired:
 class Silent:
     """A watch that stays open and says nothing, until `Proxy.speak`."""
 
+
+Moment = Callable[[Call, bytes], Awaitable[bool]]
+"""Told of a write and its body; False drops the connection in place of going on."""
 
 Fault = Answer | Reset | Lost | Delay | Expired | Silent
 

@@ -84,10 +84,8 @@ class Operator:
     namespace: str = NAMESPACE
     name: str = "flash-msa-operator-0"
     starts: int = 0
+    port: int = 0
     process: Process | None = None
-
-    def __post_init__(self) -> None:
-        (self.port,) = free_ports(1)
 
     @property
     def log(self) -> Path:
@@ -95,6 +93,8 @@ class Operator:
 
     def start(self, *, ready: bool = True) -> Operator:
         """Starts it; returns when it has read every object, unless told not to wait."""
+        # Another one each time: one that was killed may hold its own for a moment more.
+        (self.port,) = free_ports(1)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{self.name}.json"
         file.write_text(json.dumps({**USUAL, **self.settings}))

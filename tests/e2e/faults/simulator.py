@@ -84,6 +84,10 @@ class Simulator:
 
         self._loop.loop.call_soon_threadsafe(all_)
 
+    def delete(self, path: str) -> None:
+        """Deletes an object, as administrator; one that is gone is none."""
+        self._loop.call(self.api.delete(path))
+
     def lose_node(self, name: str) -> None:
         """A machine ends: its heads and runs with it; its pods stay, and so does its Node object
         until `forget_node`."""
@@ -101,7 +105,7 @@ class Simulator:
 
     def forget_node(self, name: str) -> None:
         """The cloud confirms that the machine is gone: its Node object is deleted."""
-        self._loop.call(self.api.delete(f"/api/v1/nodes/{name}"))
+        self.delete(f"/api/v1/nodes/{name}")
 
     def add_node(self, name: str) -> None:
         self._loop.call(self._node(name))
