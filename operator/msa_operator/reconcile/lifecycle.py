@@ -184,6 +184,10 @@ def _start(s: State) -> Intent:
 def _ended(s: State, reason: Reason, message: str) -> Intent:
     run = s.run
     step, checkpoint = (run.step, run.checkpoint_step) if run else (0, 0)
+    if reason == "Succeeded":
+        # A driver that ends well has done all steps, and the last one always has a checkpoint;
+        # it may have ended since it was last asked.
+        step = checkpoint = s.job.spec.training.max_steps
     return attempts.end(s.intent, reason, message, s.now, step, checkpoint)
 
 
@@ -327,7 +331,8 @@ TABLE: tuple[Transition, ...] = (
                ("Failed", "Recovering"), observe_again=True),
     *_losses("Starting"),
     Transition("Starting", "the first step is done", _first_step,
-               lambda s: enter(s, "Running", "Stepping", losses_tried=0), ("Running",)),
+               lambda s: enter(s, "Running", "Stepping", "the first step is done", losses_tried=0),
+               ("Running",)),
     Transition("Starting", "the head takes no submission in time", _unsubmitted,
                _lost("SubmissionFailed", lambda s: "the Jobs API took no submission"), _AGAIN),
     Transition("Starting", "deadlines.start has passed",

@@ -225,7 +225,14 @@ class Actor:
             node_hours=hours / 3600 * max(1, planned.machines if planned else 1),
         )  # fmt: skip
         keep = ("progress", "plan", "cost")
-        return status.difference(old, status.write(intent, shown), keep)
+        made = status.write(intent, shown)
+        if intent.phase == "Complete" and isinstance((before := old or {}).get("progress"), dict):
+            last = intent.attempts[-1]
+            made["progress"] = {
+                **before["progress"], "step": last.to_step, "eta": "0s",
+                "checkpointStep": last.checkpoint_step,
+            }  # fmt: skip
+        return status.difference(old, made, keep)
 
     def _report(self, acting: Acting) -> float | None:
         """Write the run's progress, under a manager of its own, where it is news."""

@@ -36,7 +36,7 @@ class Recorder:
                 "apiVersion": API_VERSION, "kind": "LongContextJob", "name": job.meta.name,
                 "namespace": job.meta.namespace, "uid": job.meta.uid,
             },
-            "type": kind, "reason": reason or "Changed", "message": _short(message),
+            "type": kind, "reason": reason or "Changed", "message": _short(message or reason),
             "firstTimestamp": now, "lastTimestamp": now, "count": 1,
             "source": {"component": FIELD_MANAGER},
             "reportingComponent": FIELD_MANAGER, "reportingInstance": self._instance,

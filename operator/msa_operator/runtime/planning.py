@@ -160,7 +160,8 @@ class Planner:
             node = self._largest_node() or LARGE
             each = max(0, node - self._pods.daemonsets_mib * MIB - GIB) / HOST_SHARE
         cpus = max(1, int(values.quantity(spec.pod.cpu or "1"))) * workers
-        return Machine("the cluster", None, 0, cpus, int(each * workers / MIB), shared=True)
+        memory = max(1, int(each * workers / MIB))
+        return Machine("the cluster", None, 0, cpus, memory, shared=True)
 
 
 def read_record(owner: Owner, data: Any) -> tuple[Planned, LongContextJob]:
