@@ -28,6 +28,11 @@ from msa_workloads.runspec import (
     TrainingSpec,
 )
 
+# pytest imports test files by path and adds none by itself.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ray_head import ray_head  # noqa: F401
+
 DEADLINE = 400.0
 """Seconds after which a polled condition has failed; generous, for a loaded machine."""
 

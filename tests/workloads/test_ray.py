@@ -16,6 +16,10 @@ import pytest
 from msa_workloads.progress import read_rows
 from msa_workloads.runspec import RunSpec
 
+# Ranks run this file by its path, outside of pytest.
+sys.path.insert(0, str(Path(__file__).parent))
+from ray_head import RayHead
+
 pytestmark = pytest.mark.slow
 
 DRIVER = """
@@ -250,76 +254,8 @@ def test_ctrl_c_and_a_failing_rank(
     assert "Traceback" not in bad.text
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, poll: Poll) -> Iterator[dict[str, str]]:
-    """A real Ray head with its dashboard, on loopback, behind a token; yields its environment."""
-    import secrets
-    import tempfile
-
-    from ray.util import state  # noqa: F401  (fails early when the dashboard parts are missing)
-
-    with tempfile.TemporaryDirectory(prefix="msa-") as short:
-        token = Path(short) / "token"
-        token.write_text(secrets.token_hex(32))
-        port = free_port()
-        environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            "OMP_NUM_THREADS": "1",
-            "HOME": short,
-        }
-        head = psutil.Popen(
-            [
-                str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
-                "--node-ip-address=127.0.0.1", f"--port={free_port()}", "--num-cpus=2",
-                "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-                f"--dashboard-port={port}", f"--temp-dir={short}/ray",
-                f"--object-store-memory={128 << 20}", "--disable-usage-stats",
-            ],
-            env=environment,
-            stdout=(tmp_path / "head.log").open("wb"),
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        address = f"http://127.0.0.1:{port}"
-
-        def answers() -> bool:
-            import urllib.error
-            import urllib.request
-
-            assert head.poll() is None, (tmp_path / "head.log").read_text()
-            try:
-                urllib.request.urlopen(f"{address}/api/jobs/", timeout=5)
-            except urllib.error.HTTPError as error:
-                return error.code == 401
-            except OSError:
-                return False
-            return False
-
-        try:
-            # 401 without the token: it is up, and it asks for one.
-            poll(answers, "the dashboard refuses requests without a token")
-            yield {**environment, "RAY_API_SERVER_ADDRESS": address}
-        finally:
-            family = head.children(recursive=True)
-            head.terminate()
-            poll(lambda: head.poll() is not None, "the head ends")
-            for process in psutil.wait_procs(family, timeout=20)[1]:
-                process.kill()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_a_submitted_job_trains_to_the_same_losses(
-    cluster: dict[str, str],
+    ray_head: RayHead,
     drive: Callable[..., Driver],
     ray_spec: Callable[..., RunSpec],
     poll: Poll,
@@ -338,7 +274,12 @@ def test_a_submitted_job_trains_to_the_same_losses(
 
     def submit() -> subprocess.CompletedProcess[str] | None:
         job = subprocess.run(
-            command, env=cluster, capture_output=True, text=True, timeout=DEADLINE, check=False
+            command,
+            env=ray_head.environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
         )
         # The dashboard answers before the agent that starts jobs does.
         return None if "No available agent to submit job" in job.stderr else job

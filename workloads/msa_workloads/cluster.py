@@ -8,6 +8,7 @@ touches the home folder. It ends with the run, also on Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
@@ -31,6 +32,23 @@ START_ATTEMPTS = 4
 WORKER_START_SECONDS = 300
 """How long workers may take to start; importing torch takes a minute on a busy machine."""
 
+TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(WORKER_START_SECONDS),
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+}
+"""Ray Train passes these on to its controller and workers."""
+
+LOG_ENVIRONMENT = {"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+"""The driver's output holds every rank's lines, each under its rank's name."""
+
+PREFIX = "msa-ray-"
+
+OWNER = "owner.lock"
+"""Locked by the driver for as long as it lives, in its temporary folder."""
+
 log = logging.getLogger(__name__)
 
 
@@ -51,16 +69,19 @@ def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
     """Connect to the Ray of ``RAY_ADDRESS`` (set inside every Ray job), or start a local one."""
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
-        if not os.environ.get("RAY_ADDRESS"):
+        if os.environ.get("RAY_ADDRESS"):
+            stack.enter_context(_environment({**TRAIN_ENVIRONMENT, **LOG_ENVIRONMENT}))
+        else:
             folder = Path(stack.enter_context(_temporary_folder()))
-            stack.enter_context(_environment(_local_environment(spec, folder)))
+            # A token of the user's own would win, so it goes.
+            stack.enter_context(_environment(_local_environment(spec, folder), "RAY_AUTH_TOKEN"))
         # Imported only now: Ray reads its authentication mode from the environment on import.
         import ray
 
         if folder:
             _start_local(spec, folder)
         else:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(log_to_driver=True, logging_level=logging.ERROR)
         stack.callback(ray.shutdown)
         if folder:
             _check_loopback(ray.nodes())
@@ -115,11 +136,7 @@ def _local_environment(spec: RunSpec, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TRAIN_METRICS_ENABLED": "0",
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(WORKER_START_SECONDS),
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+        **TRAIN_ENVIRONMENT,
         # Named for other systems, but it is what makes every Ray process bind to loopback only;
         # a node address of 127.0.0.1 alone is replaced by the machine's outer one.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -127,12 +144,12 @@ def _local_environment(spec: RunSpec, folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables for the body's duration; a token of the user's own would win, so it goes."""
-    names = [*values, "RAY_AUTH_TOKEN"]
-    before = {name: os.environ.get(name) for name in names}
+def _environment(values: dict[str, str], *unset: str) -> Iterator[None]:
+    """Set variables, or take them away, for the body's duration."""
+    before = {name: os.environ.get(name) for name in (*values, *unset)}
     os.environ.update(values)
-    os.environ.pop("RAY_AUTH_TOKEN", None)
+    for name in unset:
+        os.environ.pop(name, None)
     try:
         yield
     finally:
@@ -145,9 +162,39 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
+    """A folder that goes with the body; those that killed drivers left behind go first."""
     # Directly under the temporary root: Ray's sockets have paths of at most 107 bytes.
-    folder = tempfile.mkdtemp(prefix="msa-ray-")
+    remove_abandoned(Path(tempfile.gettempdir()))
+    folder = tempfile.mkdtemp(prefix=PREFIX)
     try:
-        yield folder
+        with _owned(Path(folder)):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    with (folder / f"{OWNER}.new").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Under this name nobody ever sees it unlocked while this process lives.
+        (folder / f"{OWNER}.new").rename(folder / OWNER)
+        yield
+
+
+def remove_abandoned(root: Path) -> list[Path]:
+    """Remove the folders of local Rays whose drivers were killed; returns them.
+
+    The system drops a process's locks however it ends, so one that can be had has no owner.
+    """
+    removed = []
+    for folder in root.glob(f"{PREFIX}*"):
+        try:
+            with (folder / OWNER).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+        except OSError:
+            # It has an owner, it is somebody else's, or it is being made just now.
+            continue
+    return removed

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,12 +24,17 @@ from typing import Any
 from msa_kernels.backend import BackendError
 from rich.console import Console
 
+from msa_workloads.board import BoardChannel, BoardSink, start_board, take
 from msa_workloads.checkpoint import CheckpointError, newest_complete
 from msa_workloads.cluster import Cluster, ray_cluster, worker_environment
+from msa_workloads.control_stacks import Watch
+from msa_workloads.control_worker import RankControl
 from msa_workloads.display import Display, print_summary
-from msa_workloads.logs import log_path, log_to_file, short_traceback
+from msa_workloads.failures import headline, lost_a_peer, reason
+from msa_workloads.logs import log_path, log_to_driver, log_to_file, short_traceback
+from msa_workloads.memory import peak_memory_bytes
 from msa_workloads.parallel.mesh import UnsupportedError, check_supported
-from msa_workloads.progress import MetricsFile, Silent, Tee
+from msa_workloads.progress import MetricsFile, Silent, Sink, Tee
 from msa_workloads.report import write_report
 from msa_workloads.runspec import RunSpec
 from msa_workloads.sources import DataError, open_source
@@ -41,43 +47,27 @@ POLL_SECONDS = 0.3
 FINAL = (UnsupportedError, DataError, CheckpointError, DivergedError)
 """Errors that another attempt would only repeat; they end the run at once, without retries."""
 
+PEER_SECONDS = 10.0
+"""How long a rank that lost a peer waits before it fails too; Ray looks at all of them about
+every second."""
+
+
+class Drained(Exception):
+    """The run stopped because it was asked to, with a checkpoint of ``step`` (0: none needed)."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"drained at the checkpoint of step {max(0, step)}")
+        self.step = max(0, step)
+
 
 class RunFailed(RuntimeError):
     """The run failed; the message holds the first failing rank's own traceback, shortened."""
 
 
-class Board:
-    """Actor through which workers tell the driver what happens; keeps only what is not taken."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[str, Any]] = []
-
-    def post(self, kind: str, value: Any) -> None:
-        """Add one event."""
-        self._events.append((kind, value))
-
-    def take(self) -> list[tuple[str, Any]]:
-        """All events since the last call."""
-        events, self._events = self._events, []
-        return events
-
-
-class BoardSink:
-    """Rank 0's sink: rows go to the board."""
-
-    def __init__(self, board: Any) -> None:
-        self._board = board
-
-    def begin(self, rows: list[dict[str, Any]], plan: dict[str, Any]) -> None:
-        del plan
-        self._board.post.remote("begin", rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self._board.post.remote("row", row)
-
-
-def run_on_ray(spec: RunSpec, *, resume: bool, console: Console) -> dict[str, Any]:
-    """Run ``spec`` on Ray and return its summary.
+def run_on_ray(
+    spec: RunSpec, *, resume: bool, console: Console, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Run ``spec`` on Ray and return its summary, or raise :class:`Drained`.
 
     Writes ``summary.json``, ``report.html``, ``metrics.jsonl`` and, for a local Ray, one log per
     rank into the spec's output folder. Without ``resume`` a checkpoint folder that already holds a
@@ -89,7 +79,9 @@ def run_on_ray(spec: RunSpec, *, resume: bool, console: Console) -> dict[str, An
     started = time.time()
     spec = _absolute(spec)
     check_supported(spec)
-    _check_checkpoints(spec, resume, console)
+    restored = _check_checkpoints(spec, resume, console)
+    if watch:
+        watch.state.restored(restored)
     with _terminate_as_interrupt(), ray_cluster(spec) as cluster:
         if cluster.local:
             open_source(spec.data.source).entries()
@@ -97,19 +89,27 @@ def run_on_ray(spec: RunSpec, *, resume: bool, console: Console) -> dict[str, An
         worker_spec = dataclasses.replace(
             spec, checkpoint=dataclasses.replace(spec.checkpoint, resume="Latest")
         )
-        outcome, restarts = _follow(worker_spec, cluster, console)
+        outcome, restarts = _follow(worker_spec, cluster, console, watch)
+    if outcome["drained"]:
+        raise Drained(outcome["last_checkpoint_step"])
     summary = write_report(spec, outcome, wall_seconds=time.time() - started, restarts=restarts)
     print_summary(console, summary)
     return summary
 
 
-def _follow(spec: RunSpec, cluster: Cluster, console: Console) -> tuple[dict[str, Any], int]:
+def _follow(
+    spec: RunSpec, cluster: Cluster, console: Console, watch: Watch | None
+) -> tuple[dict[str, Any], int]:
     """Train in a thread and show its events here; returns the outcome and the restarts."""
-    board = _start_board()
-    training = _Training(spec, cluster, board)
+    board = start_board()
+    training = _Training(spec, cluster, board, watched=watch is not None)
     display = Display(console, spec)
-    sink = Tee(MetricsFile(spec.output), display)
-    attempts, failures = 0, []
+    sinks: list[Sink] = [MetricsFile(spec.output), display]
+    if watch:
+        watch.attach(board)
+        sinks.append(watch.state)
+    sink = Tee(*sinks)
+    attempts, failures = 0, {}
     outcome: dict[str, Any] | None = None
     with display:
         training.start()
@@ -117,31 +117,38 @@ def _follow(spec: RunSpec, cluster: Cluster, console: Console) -> tuple[dict[str
         while not done:
             # Asked before the events are taken: what was posted until then is seen below.
             done = not training.wait(POLL_SECONDS)
-            for kind, value in _take(board):
+            for kind, value in take(board):
                 if kind == "begin":
                     attempts += 1
                     failures.clear()
                     sink.begin(value, spec.plan)
                 elif kind == "row":
                     sink.add(value)
+                elif kind == "report" and watch:
+                    watch.state.heard(value)
+                elif kind == "stacks" and watch:
+                    watch.state.stacks(*value)
                 elif kind == "failed":
-                    failures.append(value)
-                    display.say(f"{value.splitlines()[0]}; waiting for what Ray decides")
+                    rank, text = value
+                    failures[rank] = text
+                    display.say(f"{text.splitlines()[0]}; waiting for what Ray decides")
                 elif kind == "final":
                     raise value
                 elif kind == "outcome":
                     outcome = value
+            if watch and watch.drained_before_it_began():
+                raise Drained(watch.state.checkpoint_step)
     if outcome is None:
-        raise RunFailed(_reason(failures, training.error, spec, cluster))
+        raise RunFailed(f"{reason(failures, training.error)}\n{_logs(spec, cluster)}")
     return outcome, max(0, attempts - 1)
 
 
 class _Training(threading.Thread):
     """``TorchTrainer.fit`` in a thread, so that the main thread is free to show and to stop."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, board: Any) -> None:
+    def __init__(self, spec: RunSpec, cluster: Cluster, board: Any, *, watched: bool) -> None:
         super().__init__(name="ray-train", daemon=True)
-        self._trainer = _trainer(spec, cluster, board)
+        self._trainer = _trainer(spec, cluster, board, watched)
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -156,7 +163,7 @@ class _Training(threading.Thread):
         return self.is_alive()
 
 
-def _trainer(spec: RunSpec, cluster: Cluster, board: Any) -> Any:
+def _trainer(spec: RunSpec, cluster: Cluster, board: Any, watched: bool) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -166,7 +173,12 @@ def _trainer(spec: RunSpec, cluster: Cluster, board: Any) -> Any:
     owns = spec.recovery.owner == "ray"
     return TorchTrainer(
         _worker,
-        train_loop_config={"spec": spec.to_json(), "board": board, "local": cluster.local},
+        train_loop_config={
+            "spec": spec.to_json(),
+            "board": board,
+            "folder": str(cluster.folder) if cluster.folder else None,
+            "watched": watched,
+        },
         torch_config=torch_config(spec.device, cluster.folder),
         scaling_config=ScalingConfig(
             num_workers=spec.mesh.world_size,
@@ -195,21 +207,53 @@ def _worker(config: dict[str, Any]) -> None:
     spec, board = RunSpec.from_json(config["spec"]), config["board"]
     rank = get_context().get_world_rank()
     try:
-        if config["local"]:
+        if config["folder"]:
             _redirect_output(log_to_file(Path(spec.output), rank))
-        outcome = run(spec, BoardSink(board) if rank == 0 else Silent())
+        else:
+            log_to_driver(rank)
+        sink = BoardSink(board) if rank == 0 else Silent()
+        if config["watched"]:
+            with _control(spec, rank, board, config["folder"]) as control:
+                outcome = run(spec, sink, control)
+        else:
+            outcome = run(spec, sink)
     except BackendError as error:
         ray.get(board.post.remote("final", UnsupportedError(f"attention: {error}")))
     except FINAL as error:
         ray.get(board.post.remote("final", error))
     except Exception as error:
         logging.getLogger(__name__).exception("rank %d failed", rank)
-        text = f"rank {rank} failed: {_headline(error)}\n{short_traceback(error)}"
-        ray.get(board.post.remote("failed", text))
+        text = f"rank {rank} failed: {headline(error)}\n{short_traceback(error)}"
+        ray.get(board.post.remote("failed", (rank, text)))
+        if lost_a_peer(text):
+            # Ray is to find the rank that died before those that only noticed.
+            threading.Event().wait(PEER_SECONDS)
         raise
     else:
         if rank == 0:
             ray.get(board.post.remote("outcome", outcome))
+
+
+def _control(spec: RunSpec, rank: int, board: Any, folder: str | None) -> RankControl:
+    import ray
+    import torch
+    from ray.train import get_context
+
+    def memory() -> int:
+        if spec.device == "cpu":
+            return peak_memory_bytes(torch.device("cpu"))
+        local = get_context().get_local_rank() % torch.cuda.device_count()
+        return peak_memory_bytes(torch.device("cuda", local))
+
+    return RankControl(
+        BoardChannel(board),
+        rank=rank,
+        ranks=spec.mesh.world_size,
+        node=ray.util.get_node_ip_address(),
+        node_id=ray.get_runtime_context().get_node_id(),
+        folder=folder or tempfile.gettempdir(),
+        memory=memory,
+    )
 
 
 def _redirect_output(path: Path) -> None:
@@ -221,19 +265,11 @@ def _redirect_output(path: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _start_board() -> Any:
-    """The board, on the driver's own node: it must outlive any worker's."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
-
-
-def _take(board: Any) -> Iterator[tuple[str, Any]]:
-    import ray
-
-    yield from ray.get(board.take.remote())
+def _logs(spec: RunSpec, cluster: Cluster) -> str:
+    """Where to read more."""
+    if cluster.local:
+        return f"whole logs: {log_path(Path(spec.output), 0).parent}"
+    return "whole logs: above, or the Ray dashboard"
 
 
 def _absolute(spec: RunSpec) -> RunSpec:
@@ -248,7 +284,8 @@ def _absolute(spec: RunSpec) -> RunSpec:
     )
 
 
-def _check_checkpoints(spec: RunSpec, resume: bool, console: Console) -> None:
+def _check_checkpoints(spec: RunSpec, resume: bool, console: Console) -> int:
+    """The step of the newest whole checkpoint, or 0."""
     marker = newest_complete(open_store(spec.checkpoint.uri))
     if marker is not None and not resume:
         raise CheckpointError(
@@ -259,6 +296,7 @@ def _check_checkpoints(spec: RunSpec, resume: bool, console: Console) -> None:
         console.print(
             f"no whole checkpoint in {spec.checkpoint.uri}: starting at step 0", highlight=False
         )
+    return marker.step if marker else 0
 
 
 @contextmanager
@@ -277,26 +315,3 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _headline(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _reason(
-    failures: list[str], error: BaseException | None, spec: RunSpec, cluster: Cluster
-) -> str:
-    """The first rank's own traceback; later ones mostly say that a peer is gone."""
-    where = (
-        f"whole logs: {log_path(Path(spec.output), 0).parent}" if cluster.local
-        else "whole logs: the Ray dashboard, or `ray logs`"
-    )  # fmt: skip
-    if failures:
-        return f"{failures[0]}\n{where}"
-    dead = getattr(error, "worker_failures", None)
-    if dead:
-        rank, cause = next(iter(dead.items()))
-        return f"rank {rank} ended without a Python error: {_headline(cause)}\n{where}"
-    cause = getattr(error, "controller_failure", error)
-    return f"{_headline(cause) if cause else 'the workers returned no outcome'}\n{where}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from pathlib import Path
 
@@ -21,7 +22,19 @@ def log_to_file(output: Path, rank: int) -> Path:
     """Append this project's log records, from INFO up, to its rank's file; returns the file."""
     path = log_path(output, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    _log_to(logging.FileHandler(path))
+    return path
+
+
+def log_to_driver(rank: int) -> None:
+    """Send this worker's log to its stderr, whose lines Ray brings to the driver as ``rank N``."""
+    for stream in (sys.stdout, sys.stderr):
+        # Ray's log monitor takes such a line as the name of all lines that follow it.
+        print(f":actor_name:rank {rank}", file=stream, flush=True)
+    _log_to(logging.StreamHandler(sys.stderr))
+
+
+def _log_to(handler: logging.Handler) -> None:
     handler.setFormatter(logging.Formatter(_FORMAT))
     for name in ("msa_workloads", "msa_kernels"):
         logger = logging.getLogger(name)
@@ -32,7 +45,6 @@ def log_to_file(output: Path, rank: int) -> Path:
         logger.setLevel(logging.INFO)
         # Ray's own handlers on the root logger would write every record a second time.
         logger.propagate = False
-    return path
 
 
 def short_traceback(error: BaseException) -> str:
