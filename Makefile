@@ -84,6 +84,9 @@ PIN := uv pip compile --quiet --universal --python-version 3.11 --generate-hashe
 lock: $(BIN)/uv ## Pin the dependencies of pyproject.toml again
 	$(BIN)/$(PIN) --extra train --extra dev --output-file $(LOCK)
 	$(BIN)/$(PIN) --constraints $(LOCK) --output-file requirements/operator.lock
+	$(BIN)/$(PIN) --extra train --constraints $(LOCK) --output-file requirements/worker.lock
+	echo 'hatchling' | $(BIN)/$(subst pyproject.toml,-,$(PIN)) --constraints $(LOCK) \
+	    --output-file requirements/build.lock
 
 hooks: $(VENV)/.installed ## Run the linters before every commit in this checkout
 	$(BIN)/pre-commit install

@@ -94,3 +94,16 @@ def test_the_base_install_says_what_a_run_needs(installed: Path, tmp_path: Path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     assert "flash-msa-operator[train]" in done.stdout + done.stderr
+
+
+def test_the_base_install_is_enough_for_the_operator(installed: Path, tmp_path: Path):
+    script = (
+        "import sys, msa_operator.main\n"
+        f"print([name for name in {sorted(TRAINING_ONLY)!r} if name in sys.modules])"
+    )
+    assert _run(installed / "python", "-I", "-B", "-c", script, cwd=tmp_path).strip() == "[]"
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("image: example.org/worker:1\nrayVersion: 2.60.0\nnamspaces: [a]\n")
+    command = [installed / "python", "-I", "-m", "msa_operator.main", f"--settings={settings}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "nearest: namespaces" in done.stderr
