@@ -21,7 +21,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from msa_operator.reconcile.intent import PHASES
+from msa_operator.reconcile.intent import HOLDING, PHASES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 disable_created_metrics()  # a time of birth beside every counter would double the series
@@ -69,7 +69,8 @@ class Metrics:
         self._leader = self._gauge(
             "msa_operator_leader", "1 while this process holds the Lease.")  # fmt: skip
         self._renewals = self._counter(
-            "msa_operator_lease_renewals", "Renewals of the Lease by result: ok or error.",
+            "msa_operator_lease_renewals",
+            "Renewals of the Lease by result: ok, other (it is another's) or error.",
             "result")  # fmt: skip
         self._depth = self._gauge(
             "msa_operator_queue_depth", "Jobs that wait for a worker.")  # fmt: skip
@@ -162,7 +163,10 @@ class Metrics:
         self._actions.labels(action, result).inc()
 
     def phase(self, namespace: str, job: str, phase: str) -> None:
-        """The job is in this phase."""
+        """The job is in this phase; one in which no nodes are held ends the series of its run."""
+        if phase not in HOLDING:
+            for name in _HELD:
+                self._progress[name].remove(namespace, job)
         before = self._phases.get((namespace, job))
         if before == phase:
             return
@@ -222,4 +226,6 @@ _PROGRESS = {
     "workers": ("workers_ready", "Worker pods that are ready."),
     "received": ("progress_received_timestamp_seconds", "When progress last came, in Unix time."),
 }
+_HELD = ("tokens_per_second", "mfu", "eta_seconds", "accelerators", "workers", "received")
+"""What is so only while a run holds nodes; how far it came stays true."""
 assert set(_PROGRESS) == {f.name for f in fields(Progress)}

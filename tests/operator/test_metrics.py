@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from msa_operator.metrics import CONTENT_TYPE, Metrics, Progress
+from dataclasses import replace
+
+from msa_operator.metrics import CONTENT_TYPE, RUN, Metrics, Progress
 from msa_operator.reconcile.intent import PHASES
+from msa_workloads.control import RankReport, RunState
+from msa_workloads.runspec import RunSpec
 from prometheus_client.parser import text_string_to_metric_families
+from test_reconcile_desired import rendered
 
 
 def _samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -69,6 +74,39 @@ def test_what_a_run_no_longer_says_has_no_series():
     assert _samples(metrics)[key] == 0.4
     metrics.progress("team", "a", Progress(step=2))
     assert key not in _samples(metrics)
+
+
+def test_a_job_that_holds_nothing_says_how_far_it_came_and_no_more():
+    # An alert on silence would otherwise follow every run that is over.
+    metrics = Metrics()
+    metrics.phase("team", "a", "Running")
+    said = Progress(
+        step=9, max_steps=9, loss=2.0, tokens_per_second=1e3, accelerators=8, workers=1,
+        eta_seconds=0.0, mfu=0.3, checkpoint_step=9, received=1e9,
+    )  # fmt: skip
+    metrics.progress("team", "a", said)
+
+    def shown() -> set[str]:
+        labels = (("job", "a"), ("namespace", "team"))
+        return {name for name, found in _samples(metrics) if found == labels}
+
+    assert len(shown()) == 10
+    metrics.phase("team", "a", "Complete")
+    metrics.phase("team", "a", "Complete")
+    assert shown() == {
+        "msa_job_step", "msa_job_max_steps", "msa_job_loss", "msa_job_checkpoint_step",
+    }  # fmt: skip
+
+
+def test_a_runs_own_metrics_are_known_by_their_names():
+    text = rendered().config["runspec.json"]
+    spec = replace(RunSpec.from_json(text), plan={"flops": {"step": 1e12, "peak": 1e12}})
+    state = RunState(spec, "a-1", lambda: 0.0)
+    state.begin([], {})
+    state.add({"step": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 10.0})
+    state.heard(RankReport(rank=0, pid=1, node="n", step=1, doing="", waits=False, memory_bytes=1))
+    families = text_string_to_metric_families(state.metrics())
+    assert {family.name for family in families} == set(RUN)
 
 
 def test_two_of_a_kind_do_not_share_anything():
