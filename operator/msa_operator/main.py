@@ -261,10 +261,11 @@ class Operator:
 
     def _end(self) -> None:
         _log.info("ending")
-        self._controller.stop(GRACE_S)
+        idle = self._controller.stop(GRACE_S)
         self._watches.stop()
         self.metrics.leads(False)
-        self.lease.stop()
+        # A round that is still going on may act until the process is gone.
+        self.lease.stop(release=idle)
         self.health.stop()
 
     def _received(self, resource: Resource, kind: str | None, raw: Any) -> None:

@@ -49,12 +49,13 @@ class Controller:
             thread.start()
             self._threads.append(thread)
 
-    def stop(self, seconds: float) -> None:
-        """Ends after the rounds that are going on, or after so many seconds."""
+    def stop(self, seconds: float) -> bool:
+        """Ends after the rounds that are going on; False when some take longer than that."""
         self._queue.close()
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     @property
     def alive(self) -> bool:

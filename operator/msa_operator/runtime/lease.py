@@ -68,12 +68,12 @@ class Lease:
             self.lost.set()
             raise LeaseLost(f"the Lease is held by {_holder(found) or 'nobody'}")
 
-    def stop(self) -> None:
-        """Stops renewing, and lets it go, so that the next operator need not wait."""
+    def stop(self, release: bool = True) -> None:
+        """Stops renewing; with ``release`` the next operator need not wait until it runs out."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(self._timing.retry_seconds + 20)
-        if not self._held.is_set() or self.lost.is_set():
+        if not release or not self._held.is_set() or self.lost.is_set():
             return
         try:
             found = self._kube.find(LEASES, self._namespace, self._name)

@@ -35,6 +35,8 @@ from msa_operator.runtime.views import RayCluster, RayPod
 NODE_SILENT_S = 60.0
 """A pod that was told to end and whose node has said nothing for this long will not confirm it:
 its tolerations are over, and Kubernetes itself waits for the node for ever."""
+ASK_AGAIN_S = 60.0
+"""A refusal may have had a passing cause, such as a Hub that could not be reached."""
 CONTACT_MAX_S = 60.0
 """Longest wait between two tries of a head that does not answer."""
 
@@ -100,10 +102,10 @@ class Observer:
         planning, planned = self._planning(state, found, owner, memory, job)
         state = replace(state, planning=planning)
         service, contact = self._contact(state, clusters, pods, memory)
-        if contact is not None:
-            api = JobsApi(
-                reachable=contact.reachable, since=contact.since, submissions=contact.submissions
-            )
+        if memory.reached is not None:
+            reachable, since = memory.reached
+            submissions = contact.submissions if contact and reachable else ()
+            api = JobsApi(reachable=reachable, since=since, submissions=submissions)
             state = replace(state, api=api)
         # After the head was asked, and whether it answered or not: a head that is gone says
         # nothing, and how far its run had come must not be lost with it.
@@ -180,18 +182,26 @@ class Observer:
     ) -> tuple[Planned | None, str]:
         """The plan of the spec as it is; asked again after a while, since machines may come."""
         inputs = (made_of, machines, self._cluster.edition())
-        if memory.planned is None or memory.planned[0] != inputs:
+        known, now = memory.planned, time.monotonic()
+        if known is None or known[0] != inputs or (known[2] and now - known[3] >= ASK_AGAIN_S):
+            planned, refused = None, ""
             try:
                 planned = self._planner.plan(job, owner, machines)
-                memory.planned = inputs, planned, ""
             except JobError as error:
-                memory.planned = inputs, None, explain(error)
-        return memory.planned[1], memory.planned[2]
+                refused = explain(error)
+            except Exception as error:
+                # One job that the planner cannot bear is that job's condition, no crash loop.
+                _log.exception("the planner failed")
+                refused = f"the planner failed with {error!r}; its log has more"
+            known = memory.planned = inputs, planned, refused, now
+        return known[1], known[2]
 
     def _dry_run(self, planned: Planned, owner: Owner, memory: Memory) -> str:
         """What the API server says of the pods, without making any; empty when nothing."""
-        if memory.checked is not None and memory.checked[0] == planned.content:
-            return memory.checked[1]
+        known, now = memory.checked, time.monotonic()
+        same = known is not None and known[0] == planned.content
+        if known is not None and same and (not known[1] or now - known[2] < ASK_AGAIN_S):
+            return known[1]
         said = ""
         for template in planned.rendered.templates(owner.name):
             try:
@@ -203,7 +213,7 @@ class Observer:
                     raise
                 said = f"the API server would not take the pods: {error.message}"[:900]
                 break
-        memory.checked = planned.content, said
+        memory.checked = planned.content, said, now
         return said
 
     def _held(
@@ -269,21 +279,25 @@ class Observer:
         phase = s.intent.phase
         asks = phase in ("Starting", "Running", "Recovering", "Draining") or phase in TERMINAL
         seen = s.head
-        if not asks or not service or seen is None or seen.phase != "Running":
+        if not asks:
+            memory.contact = memory.reached = None
+            return service, None
+        if not service or seen is None or seen.phase != "Running":
             memory.contact = None
+            _reached(memory, False, s.now)
             return service, None
         contact = memory.contact
         if contact is None or contact.identity != seen.identity or contact.head.service != service:
             pod = next(p for p in pods if p.meta.uid == seen.uid)
             head = Head(pod.meta.namespace, service, self._token(pod))
-            contact = memory.contact = Contact(seen.identity, head, since=s.now)
+            contact = memory.contact = Contact(seen.identity, head)
         wait = min(CONTACT_MAX_S, self._gap * 2 ** min(contact.failures, 8))
         if contact.stale or time.monotonic() - contact.asked >= wait:
             self._ask(contact, s, memory)
         return service, contact
 
     def _ask(self, contact: Contact, s: State, memory: Memory) -> None:
-        before, contact.stale = contact.reachable, False
+        contact.stale = False
         try:
             contact.submissions = self._heads.submissions(contact.head)
             contact.reachable, contact.failures = True, 0
@@ -293,8 +307,7 @@ class Observer:
             if error.code in (401, 403):
                 memory.contact = None  # its token is another one by now
         contact.asked = time.monotonic()
-        if contact.reachable != before:
-            contact.since = s.now
+        _reached(memory, contact.reachable, s.now)
         if not contact.reachable or s.intent.phase not in ("Starting", "Running", "Draining"):
             return
         try:
@@ -320,6 +333,11 @@ class Observer:
         except (KeyError, TypeError, ValueError, binascii.Error):
             _log.warning("Secret %s holds no token under %s", name, key)
             return None
+
+
+def _reached(memory: Memory, reachable: bool, now: float) -> None:
+    if memory.reached is None or memory.reached[0] != reachable:
+        memory.reached = reachable, now
 
 
 def pod_template(template: dict[str, Any], owner: Owner) -> dict[str, Any]:

@@ -21,13 +21,12 @@ NEVER = float("-inf")
 
 @dataclass
 class Contact:
-    """The last exchange with one head. Times of ``since`` are the operator's wall clock's."""
+    """The last exchange with one head."""
 
     identity: str
     """Uid and restarts of the head pod: another one is asked anew."""
     head: Head
     reachable: bool = False
-    since: float = 0.0
     asked: float = NEVER
     """By the monotonic clock."""
     failures: int = 0
@@ -64,14 +63,16 @@ class Memory:
 
     uid: str
     read: Read | None = None
-    planned: tuple[Any, Planned | None, str] | None = None
-    """For which inputs, the plan, and why there is none."""
+    planned: tuple[Any, Planned | None, str, float] | None = None
+    """For which inputs, the plan, why there is none, and when that was."""
     held: tuple[Any, Planned] | None = None
     """For which intent, and the plan that the job's cluster was made from."""
     accepted: LongContextJob | None = None
-    checked: tuple[str, str] | None = None
-    """Content whose pod templates the API server was asked about, and its refusal."""
+    checked: tuple[str, str, float] | None = None
+    """Content whose pod templates the API server was asked about, its refusal, and when."""
     contact: Contact | None = None
+    reached: tuple[bool, float] | None = None
+    """Whether the head answers, and since when by the wall clock; None while nobody asks."""
     seen: Seen | None = None
     silent: dict[str, float] = field(default_factory=dict)
     """Pods that end on a node that says nothing, by uid, and since when."""

@@ -49,7 +49,8 @@ class Watches:
 
     def start(self) -> None:
         now = time.monotonic()
-        self._signs = {resource.plural: now for resource in WATCHED}
+        inside = self._namespaces or ("",)
+        self._signs = {r.path(namespace): now for r in WATCHED for namespace in inside}
         self._thread.start()
 
     def stop(self) -> None:
@@ -62,7 +63,7 @@ class Watches:
         return self._thread.is_alive()
 
     def silent(self) -> dict[str, float]:
-        """Watches without a sign of life for too long, and for how many seconds."""
+        """Watches without a sign of life for too long, by path, and for how many seconds."""
         now, most = time.monotonic(), self._timeouts.silence_seconds
         return {name: now - at for name, at in self._signs.items() if now - at > most}
 
@@ -113,9 +114,11 @@ class Watches:
 
     def _subscribe(self, registry: kopf.OperatorRegistry, resource: Resource) -> None:
         async def handler(event: Any, **_: Any) -> None:
-            self._sign(resource.plural)
+            found = event.get("object") or {}
+            namespace = (found.get("metadata") or {}).get("namespace") or ""
+            self._sign(resource.path(namespace if self._namespaces else ""))
             try:
-                self._received(resource, event.get("type"), event.get("object"))
+                self._received(resource, event.get("type"), found)
             except Exception:
                 _log.exception("an event of %s could not be taken in", resource.plural)
 
@@ -124,10 +127,10 @@ class Watches:
             id=resource.plural,
         )(handler)  # fmt: skip
 
-    def _sign(self, plural: str) -> None:
-        if plural in self._signs:
-            self._signs[plural] = time.monotonic()
-            self._tell(plural, time.time())
+    def _sign(self, path: str) -> None:
+        if path in self._signs:
+            self._signs[path] = time.monotonic()
+            self._tell(path.rsplit("/", 1)[-1], time.time())
 
     def _session(self) -> aiohttp.ClientSession:
         """As the official client would connect; every new watch is a sign of life."""
@@ -139,7 +142,7 @@ class Watches:
 
         async def answered(_session: Any, _context: Any, told: Any) -> None:
             if told.response.status == 200:
-                self._sign(told.url.path.rsplit("/", 1)[-1])
+                self._sign(told.url.path)
 
         trace.on_request_end.append(answered)
         return aiohttp.ClientSession(
