@@ -6,17 +6,25 @@ from importlib import metadata
 
 import click
 
+from msa_operator.cli.delete import delete
 from msa_operator.cli.doctor import doctor
+from msa_operator.cli.logs import logs
 from msa_operator.cli.plan import plan
 from msa_operator.cli.run import run
+from msa_operator.cli.status import status
+from msa_operator.cli.stop import resume, stop
+from msa_operator.cli.submit import submit
+from msa_operator.cli.uninstall import uninstall
+from msa_operator.cli.wait import wait
 
-__all__ = ["cli", "main"]
+__all__ = ["cli", "main", "plugin"]
 
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99},
     epilog="Exit codes: 0 done; 1 the run or a check failed; 2 the file, a flag or the data "
-    "cannot be used; 3 a package is missing; 130 interrupted.",
+    "cannot be used; 3 a package is missing; 4 the cluster cannot be used; 124 not in time; 130 "
+    "interrupted.",
 )
 @click.version_option(metadata.version("flash-msa-operator"), prog_name="msa")
 def cli() -> None:
@@ -34,6 +42,14 @@ def cli() -> None:
       msa doctor --cluster           or in the cluster of the kubeconfig?
 
     \b
+    On a cluster with the operator; kubectl msa is the same command:
+      msa submit job.yaml            hand it over, after the plan
+      msa status --watch             all jobs, live
+      msa logs NAME --follow         what every rank prints
+      msa wait NAME                  until it is complete; the exit code says how it ended
+      msa stop NAME, msa resume NAME, msa delete NAME
+
+    \b
     The smallest job file:
       apiVersion: flashmsa.dev/v1alpha1
       kind: LongContextJob
@@ -48,11 +64,17 @@ def cli() -> None:
     """
 
 
-cli.add_command(doctor)
-cli.add_command(plan)
-cli.add_command(run)
+for _command in (
+    delete, doctor, logs, plan, resume, run, status, stop, submit, uninstall, wait,
+):  # fmt: skip
+    cli.add_command(_command)
 
 
 def main() -> None:
     """Entry point of the ``msa`` script."""
     cli(prog_name="msa")
+
+
+def plugin() -> None:
+    """Entry point of the ``kubectl-msa`` script, by which ``kubectl msa`` works."""
+    cli(prog_name="kubectl msa")
