@@ -72,13 +72,17 @@ class Runs:
 
     def token_maps(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Position and document of every row, int32 (rows,); document -1 outside all runs."""
+        shift = (self.position - self.begin).astype(np.int32)
+        if len(shift) and int(self.length.sum()) == self.rows:
+            position = np.arange(self.rows, dtype=np.int32)
+            position += np.repeat(shift, self.length)
+            return position, np.repeat(self.document.astype(np.int32), self.length)
         position = np.zeros(self.rows, np.int32)
         document = np.full(self.rows, -1, np.int32)
-        for begin, length, start, doc in zip(
-            self.begin, self.length, self.position, self.document, strict=True
-        ):
-            position[begin : begin + length] = np.arange(start, start + length)
-            document[begin : begin + length] = doc
+        run, within = _expand(self.length)
+        rows = self.begin[run] + within
+        position[rows] = rows + shift[run]
+        document[rows] = self.document[run]
         return position, document
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from msa_kernels import spans
 from msa_kernels.blocks import Runs, TileLists, build
 from msa_kernels.pattern import Pattern
 from msa_kernels.rules import Part
@@ -90,11 +91,24 @@ class PartPlan:
         return int(self.keys.position[0])
 
     def tiles(self, block_q: int, block_k: int) -> TileLists:
-        """Tile lists for these tile sizes; ``.transposed`` of it serves the dK/dV pass."""
-        return self.kept(
-            ("tiles", block_q, block_k),
-            lambda: build(self.part, self.queries, self.keys, block_q, block_k),
-        )
+        """Key tiles of every query tile, for these tile sizes."""
+
+        def make() -> TileLists:
+            if spans.serves(self.part, self.keys):
+                return spans.build(self.part, self.queries, self.keys, block_q, block_k, False)
+            return build(self.part, self.queries, self.keys, block_q, block_k)
+
+        return self.kept(("tiles", block_q, block_k), make)
+
+    def tiles_by_key(self, block_q: int, block_k: int) -> TileLists:
+        """Query tiles of every key tile: the same pairs of tiles, for the dK/dV pass."""
+
+        def make() -> TileLists:
+            if spans.serves(self.part, self.queries):
+                return spans.build(self.part, self.keys, self.queries, block_k, block_q, True)
+            return self.tiles(block_q, block_k).transposed
+
+        return self.kept(("tiles by key", block_q, block_k), make)
 
     def maps(self, device: torch.device) -> TokenMaps:
         """Position and document of every row, on ``device``."""

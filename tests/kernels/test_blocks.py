@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msa_kernels import spans
 from msa_kernels.blocks import Runs, TileLists, build
 from msa_kernels.pattern import BlockList, Dense, SinkWindow, Window
 from msa_kernels.rules import Part
@@ -64,6 +65,31 @@ def test_transposed_lists_hold_the_same_tiles(
         turned = lists.transposed
         assert entries(lists) == {(q, k, full) for k, q, full in entries(turned)}
         assert len(lists.select(True).index) + len(lists.select(False).index) == len(lists.index)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data(), placed(), TILES, TILES)
+def test_spans_write_down_the_same_lists(
+    data: st.DataObject, where: tuple[Runs, Runs], block_q: int, block_k: int
+) -> None:
+    """In both directions; a tile of several stretches of one document may stay partial."""
+    pattern = data.draw(patterns(120, per_head=False))
+    for part in pattern.parts():
+        lists = build(part, *where, block_q, block_k)
+        one = all(len(runs.begin) == len(set(runs.document.tolist())) for runs in where)
+        for by_key in (False, True):
+            own, other = reversed(where) if by_key else where
+            if not spans.serves(part, other):
+                continue
+            sizes = (block_k, block_q) if by_key else (block_q, block_k)
+            found = spans.build(part, own, other, *sizes, by_key)
+            wanted = lists.transposed if by_key else lists
+            assert (found.ptr == wanted.ptr).all()
+            assert (found.index == wanted.index).all()
+            assert not (found.full & ~wanted.full).any()
+            if one:
+                assert (found.full == wanted.full).all()
+            assert (found.q_rows, found.k_rows) == (wanted.q_rows, wanted.k_rows)
 
 
 @pytest.mark.parametrize("pattern", [Window(8192), SinkWindow(8192, 512)])

@@ -33,8 +33,10 @@ def device_lists(
     """Lists of ``plan`` on ``device``, built once and kept with the plan."""
 
     def make() -> DeviceLists:
-        each = [one.tiles(block_q, block_k) for one in plan.heads or (plan,)]
-        return _upload([lists.transposed if transposed else lists for lists in each], device)
+        heads = plan.heads or (plan,)
+        if transposed:
+            return _upload([one.tiles_by_key(block_q, block_k) for one in heads], device)
+        return _upload([one.tiles(block_q, block_k) for one in heads], device)
 
     return plan.kept(("device lists", block_q, block_k, device, transposed), make)
 
@@ -59,9 +61,18 @@ def _upload(each: Sequence[TileLists], device: torch.device) -> DeviceLists:
 
 
 def _walk(lists: TileLists) -> tuple[np.ndarray, ...]:
+    """Pointers, middles, entries with the partial ones of each row first, and rows by length."""
     length = np.diff(lists.ptr)
-    owner = np.repeat(np.arange(lists.q_tiles), length)
-    walk = np.lexsort((lists.index, lists.full, owner))
-    partial = np.bincount(owner[~lists.full], minlength=lists.q_tiles)
+    before = np.concatenate([[0], np.cumsum(~lists.full, dtype=np.int32)])
+    middle = lists.ptr[:-1] + np.diff(before[lists.ptr])
+    partial = np.flatnonzero(~lists.full)
+    full = np.flatnonzero(lists.full)
+    walk = np.empty_like(lists.index)
+    # The n-th partial entry of all follows those before it, and the full entries of earlier rows.
+    row = np.repeat(np.arange(lists.q_tiles, dtype=np.int32), length)
+    fulls = lists.ptr - before[lists.ptr]
+    walk[np.arange(len(partial)) + fulls[row[partial]]] = lists.index[partial]
+    partials = before[lists.ptr][1:]
+    walk[np.arange(len(full)) + partials[row[full]]] = lists.index[full]
     order = np.argsort(-length, kind="stable")
-    return lists.ptr.astype(np.int64), lists.ptr[:-1] + partial, lists.index[walk], order
+    return lists.ptr.astype(np.int64), middle, walk, order
