@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from . import charts
 from .apiserver import ApiServer
 from .cluster import Cluster
 from .paths import Unavailable
@@ -18,6 +19,14 @@ def not_here(reason: Unavailable) -> None:
     if os.environ.get("CI", "").lower() in ("1", "true"):
         pytest.fail(f"CI has to run this: {reason}", pytrace=False)
     pytest.skip(f"cannot run here: {reason}")
+
+
+def needs_helm() -> None:
+    """Builds helm before a test that uses it is timed, or skips the test with the reason."""
+    try:
+        charts.helm("version")
+    except Unavailable as reason:
+        not_here(reason)
 
 
 @pytest.fixture(scope="session")

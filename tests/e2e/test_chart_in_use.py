@@ -25,7 +25,7 @@ from e2e.apiserver import ApiServer
 from e2e.faults import definitions
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
-from e2e.fixtures import not_here
+from e2e.fixtures import needs_helm, not_here
 from e2e.paths import Unavailable
 from e2e.process import Process, free_ports, spawn, wait_for
 
@@ -68,6 +68,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    needs_helm()
     folder = tmp_path_factory.mktemp("chart-in-use")
     try:
         server = ApiServer.start(

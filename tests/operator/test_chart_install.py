@@ -11,7 +11,7 @@ import pytest
 import yaml
 from e2e import charts
 from e2e.apiserver import ApiServer
-from e2e.fixtures import not_here
+from e2e.fixtures import needs_helm, not_here
 from e2e.paths import REPOSITORY, Unavailable
 from e2e.process import wait_for
 from kubernetes import client, config
@@ -31,6 +31,7 @@ TEAMS = ("team-a", "team-b", "team-c")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """A server of this module's own: what helm installs must not exist before."""
+    needs_helm()
     try:
         started = ApiServer.start(
             tmp_path_factory.mktemp("charts"),

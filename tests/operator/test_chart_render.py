@@ -11,8 +11,8 @@ import lupa.lua51
 import pytest
 import yaml
 from e2e import charts
-from e2e.fixtures import not_here
-from e2e.paths import REPOSITORY, Unavailable
+from e2e.fixtures import needs_helm
+from e2e.paths import REPOSITORY
 from msa_operator import chart, metrics, rbac, settings
 from msa_operator.api.read import Reader
 from msa_operator.reconcile import conditions
@@ -24,13 +24,9 @@ MONITORING = [
 NAMESPACED = "--set=settings.namespaces={team-a,team-b}"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def helm() -> None:
-    """Builds helm before the first test is timed, or skips with the reason."""
-    try:
-        charts.helm("version")
-    except Unavailable as reason:
-        not_here(reason)
+    needs_helm()
 
 
 def rendered(*arguments: str, chart: Path = charts.OPERATOR) -> list[dict[str, Any]]:

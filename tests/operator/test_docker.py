@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 from e2e import charts
+from e2e.fixtures import needs_helm
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -133,6 +134,7 @@ def test_bases_are_pinned_and_the_user_is_a_number(file: str):
 
 
 def test_the_operator_finds_the_python_that_the_chart_starts():
+    needs_helm()
     rendered = yaml.safe_load_all(charts.template(charts.OPERATOR))
     (deployment,) = [x for x in rendered if x and x["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from e2e import charts
 from e2e.apiserver import ApiServer
 from e2e.certificates import kubeconfig
-from e2e.fixtures import not_here
+from e2e.fixtures import needs_helm, not_here
 from e2e.paths import REPOSITORY, Unavailable
 from e2e.process import free_ports, wait_for
 from msa_operator import crd
@@ -24,6 +24,7 @@ CRDS = REPOSITORY / "manifests/crds"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    needs_helm()
     try:
         started = ApiServer.start(
             tmp_path_factory.mktemp("doctor"), controllers=("namespace-controller",)
