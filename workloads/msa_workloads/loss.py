@@ -42,8 +42,8 @@ def chunked_linear_loss(
 
     ``hidden`` is (batch, sequence, size), ``head`` a linear layer. At most ``chunk`` tokens'
     logits exist at a time, and they are computed once: where a gradient will be asked for, it is
-    made in forward from the logits at hand, in their memory. The head's gradient is added up over
-    chunks in fp32 (fp64 for fp64).
+    made in forward from the logits at hand. The head's gradient is added up over chunks in fp32
+    (fp64 for fp64).
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     return _LinearLoss.apply(
@@ -60,7 +60,7 @@ class _LinearLoss(torch.autograd.Function):
         labels: torch.Tensor, chunk: int, backward: bool,
     ) -> torch.Tensor:  # fmt: skip
         backward = backward and any(ctx.needs_input_grad)
-        step = cross_entropy_(hidden.device)
+        losses, gradient = _steps(hidden.device)
         tiles = [slice(at, at + chunk) for at in range(0, len(hidden), chunk)]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         dhidden = torch.empty_like(hidden) if backward else None
@@ -69,13 +69,16 @@ class _LinearLoss(torch.autograd.Function):
         for tile in tiles:
             rows = hidden[tile]
             logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-            total += step(logits, labels[tile], backward)
+            loss, lse = losses(logits, labels[tile])
+            total += loss
             if dhidden is not None and dweight is not None:
-                torch.mm(logits, weight, out=dhidden[tile])
-                dweight.add_product(logits, rows)
+                dlogits = gradient(logits, labels[tile], lse)
+                del logits
+                torch.mm(dlogits, weight, out=dhidden[tile])
+                dweight.add_product(dlogits, rows)
                 if dbias is not None:
-                    dbias.add_rows(logits)
-            del logits
+                    dbias.add_rows(dlogits)
+                del dlogits
         ctx.grads = dhidden, dweight, dbias
         return total
 
@@ -87,23 +90,35 @@ class _LinearLoss(torch.autograd.Function):
         return dhidden.mul_(scale), dweight.scaled(scale), dbias, None, None, None
 
 
-def cross_entropy_(device: torch.device) -> Callable[..., torch.Tensor]:
-    """The step from logits to their loss and gradient, compiled where that pays."""
-    return elementwise.compiled(_cross_entropy_) if elementwise.wants(device) else _cross_entropy_
+Steps = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., torch.Tensor]]
 
 
-def _cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, backward: bool) -> torch.Tensor:
-    """Summed cross-entropy of (tokens, vocabulary); ``backward`` turns logits into its gradient."""
+def _steps(device: torch.device) -> Steps:
+    """From logits to losses, and from both to gradients: each compiled where that pays.
+
+    They return new tensors: a step that wrote its gradient over the logits was compiled into one
+    that read the label's logit afterwards.
+    """
+    if elementwise.wants(device):
+        return elementwise.compiled(_summed), elementwise.compiled(_gradient)
+    return _summed, _gradient
+
+
+def _summed(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy of logits (tokens, vocabulary), and their log-sum-exp (tokens, 1)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    valid = labels != IGNORE
-    targets = torch.where(valid, labels, 0)[:, None]
+    valid = (labels != IGNORE)[:, None]
     lse = torch.logsumexp(wide, 1, keepdim=True)
-    loss = torch.where(valid[:, None], lse - wide.gather(1, targets), 0).sum()
-    if backward:
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        gradient = torch.exp(wide - lse) - (columns == targets).to(wide.dtype)
-        logits.copy_(torch.where(valid[:, None], gradient, 0))
-    return loss
+    picked = wide.gather(1, torch.where(valid, labels[:, None], 0))
+    return torch.where(valid, lse - picked, 0).sum(), lse
+
+
+def _gradient(logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Gradient of :func:`_summed` for its logits, in their dtype."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    share = torch.exp(logits.to(lse.dtype) - lse)
+    gradient = share - (columns == labels[:, None]).to(lse.dtype)
+    return torch.where((labels != IGNORE)[:, None], gradient, 0).to(logits.dtype)
 
 
 def divisor(valid_tokens: int) -> float:

@@ -21,7 +21,8 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW; matrices decay, vectors (norms and biases) do not.
 
-    ``memory`` (a :class:`MemorySpec` of defaults when None) says in which dtype states rest between steps, and whether on the host.
+    ``memory`` says in which dtype states rest between steps, and whether on the host; None is a
+    :class:`MemorySpec` of defaults.
     """
     memory = memory or MemorySpec()
     trained = [p for p in model.parameters() if p.requires_grad]

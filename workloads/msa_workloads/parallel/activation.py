@@ -24,7 +24,7 @@ from msa_workloads.parallel import elementwise
 from msa_workloads.parallel.mesh import UnsupportedError
 from msa_workloads.parallel.offload import Parked, Parking
 from msa_workloads.parallel.tiled_mlp import tile_mlps
-from msa_workloads.runspec import MemorySpec
+from msa_workloads.runspec import MemorySpec, RunSpec
 
 ATTENTION = (
     "msa::attention",
@@ -47,52 +47,60 @@ class Activations:
     """Layers that were run once more because their input had not been kept."""
 
 
-def check(memory: MemorySpec, device: str) -> None:
+def check(spec: RunSpec) -> None:
     """Raise :class:`~msa_workloads.parallel.mesh.UnsupportedError` for switches that contradict
-    each other; the message says which one to change."""
-    needs = {
-        "offload_checkpoints": memory.offload_checkpoints,
-        "checkpoint_layers": memory.checkpoint_layers != 1,
-    }
-    for name, used in needs.items():
-        if used and memory.checkpointing == "none":
-            raise UnsupportedError(
-                f"memory.{name}: found {getattr(memory, name)!r} with checkpointing 'none', "
-                "which keeps no checkpoints; allowed with checkpointing: selective, full"
-            )
+    each other or the rest of a run; the message says what to change."""
+    memory = spec.memory
+    if memory.checkpointing == "none":
+        for name, off in (("offload_checkpoints", False), ("checkpoint_layers", 1)):
+            if (found := getattr(memory, name)) != off:
+                raise UnsupportedError(
+                    f"memory.{name}: found {found!r} with checkpointing 'none', which keeps no "
+                    f"checkpoints; use checkpointing: selective or full, or {name}: {off!r}"
+                )
     for name in ("checkpoint_layers", "checkpoints_on_device", "mlp_chunk", "loss_chunk"):
         least = 1 if name == "checkpoint_layers" else 0
-        if getattr(memory, name) < least:
-            raise UnsupportedError(
-                f"memory.{name}: found {getattr(memory, name)}, allowed: {least} or more"
-            )
+        if (found := getattr(memory, name)) < least:
+            raise UnsupportedError(f"memory.{name}: found {found}, must be at least {least}")
     if memory.checkpoints_on_device and not memory.offload_checkpoints:
         raise UnsupportedError(
             f"memory.checkpoints_on_device: found {memory.checkpoints_on_device} without "
-            "offload_checkpoints, where all stay on the device; allowed: 0"
+            "offload_checkpoints, where all of them stay there; use 0"
+        )
+    if memory.parameters == "bf16" and spec.training.precision != "bf16":
+        raise UnsupportedError(
+            f"memory.parameters: found 'bf16' with training.precision {spec.training.precision!r},"
+            " which computes with fp32 weights; use precision: bf16 or parameters: fp32"
+        )
+    if memory.loss_kernel == "liger" and (spec.device != "gpu" or not memory.loss_chunk):
+        raise UnsupportedError(
+            f"memory.loss_kernel: found 'liger' with device {spec.device!r} and loss_chunk "
+            f"{memory.loss_chunk}; Liger's kernels need device: gpu and a loss_chunk (it picks "
+            "its own size); use loss_kernel: torch"
         )
 
 
 def apply(
     model: Any, memory: MemorySpec, device: torch.device, *, fused: bool | None = None
 ) -> Activations:
-    """Make ``model.layers`` work as ``memory`` says; call it before parameters are sharded.
+    """Make a causal language model's layers work as ``memory`` says.
+
+    Call it before anything else gives modules another forward, splits or shards them.
 
     ``fused`` compiles the steps between matrix products; None does so on GPUs. Raises
     :class:`~msa_workloads.parallel.mesh.UnsupportedError` for what the model cannot do.
     """
-    check(memory, device.type)
     fused = elementwise.wants(device) if fused is None else fused
     done = Activations(fused=elementwise.fuse(model) if fused else [])
     if memory.mlp_chunk or fused:
-        tile_mlps(model.layers, memory.mlp_chunk, compile_steps=fused)
+        tile_mlps(model.base_model.layers, memory.mlp_chunk, compile_steps=fused)
     if memory.checkpointing == "none":
         return done
     if memory.checkpoint_layers > 1:
         _refuse_dropout(model)
     if memory.offload_checkpoints:
         done.parking = Parking(device)
-    _Stack(model.layers, memory, done).install()
+    _Stack(model.base_model.layers, memory, done).install()
     return done
 
 

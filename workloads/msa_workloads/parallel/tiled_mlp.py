@@ -46,9 +46,11 @@ class TiledMlp:
 
     def __init__(self, mlp: nn.Module, tile: int, compile_steps: bool) -> None:
         self.mlp, self.tile = mlp, tile
-        compiled = elementwise.compiled if compile_steps else _as_it_is
-        self.gate = compiled(_gated(mlp.act_fn))
-        self.gate_backward = compiled(_gated_backward(mlp.act_fn))
+        self.gate, self.gate_backward = _gated(mlp.act_fn), _gated_backward(mlp.act_fn)
+        # Others differentiate by autograd, which is not for compiling.
+        if compile_steps and type(mlp.act_fn).__name__ in _STEPS:
+            self.gate = elementwise.compiled(self.gate)
+            self.gate_backward = elementwise.compiled(self.gate_backward)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         projections = [getattr(self.mlp, name) for name in PARTS[:3]]
@@ -102,8 +104,7 @@ class _Tiles(torch.autograd.Function):
         out = rows.new_empty(rows.shape[0], down.shape[0])
         for tile in mlp.bounds(rows.shape[0]):
             g, u = _product(rows[tile], gate, gate_bias), _product(rows[tile], up, up_bias)
-            mlp.gate(g, u)
-            torch.mm(g, down.t(), out=out[tile])
+            torch.mm(mlp.gate(g, u), down.t(), out=out[tile])
             if down_bias is not None:
                 out[tile] += down_bias
         return out
@@ -122,14 +123,15 @@ class _Tiles(torch.autograd.Function):
         for tile in tiles:
             x, dy = rows[tile], dout[tile]
             g, u = _product(x, gate, gate_bias), _product(x, up, up_bias)
-            da = dy @ down
-            mlp.gate_backward(g, u, da)  # g, u and da become dg, du and the activation
-            ddown.add_product(dy, da)
-            torch.mm(g, gate, out=drows[tile])
-            drows[tile].addmm_(u, up)
-            dgate.add_product(g, x)
-            dup.add_product(u, x)
-            for bias, gradient in zip(biases, (g, u), strict=True):
+            active, dg, du = mlp.gate_backward(g, u, dy @ down)
+            del g, u
+            ddown.add_product(dy, active)
+            del active
+            torch.mm(dg, gate, out=drows[tile])
+            drows[tile].addmm_(du, up)
+            dgate.add_product(dg, x)
+            dup.add_product(du, x)
+            for bias, gradient in zip(biases, (dg, du), strict=True):
                 if bias is not None:
                     bias.add_rows(gradient)
         ddown_bias = None if down_bias is None else dout.sum(0)
@@ -143,55 +145,49 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
 
 
-def _as_it_is(function: Any) -> Any:
-    return function
-
-
 def _gated(activation: Any) -> Any:
-    """In place of ``g``: act(g) * u."""
+    """act(g) * u of g and u."""
     known = _STEPS.get(type(activation).__name__)
     if known is not None:
         return known[0]
 
-    def gate(g: Tensor, u: Tensor) -> None:
-        g.copy_(activation(g) * u)
+    def gate(g: Tensor, u: Tensor) -> Tensor:
+        return activation(g) * u
 
     return gate
 
 
 def _gated_backward(activation: Any) -> Any:
-    """In place of g, u and da: the gradients of g and u, and act(g) * u."""
+    """act(g) * u, dg and du of g, u and the gradient of act(g) * u.
+
+    All three at once, because each needs the others' parts; new tensors, because compilers have
+    been seen to write over what they still had to read.
+    """
     known = _STEPS.get(type(activation).__name__)
     if known is not None:
         return known[1]
 
-    def gate_backward(g: Tensor, u: Tensor, da: Tensor) -> None:
+    def gate_backward(g: Tensor, u: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
-            leaves = g.detach().clone().requires_grad_(), u.detach().clone().requires_grad_()
+            leaves = g.detach().requires_grad_(), u.detach().requires_grad_()
             a = activation(leaves[0]) * leaves[1]
             dg, du = torch.autograd.grad(a, leaves, da)
-        g.copy_(dg)
-        u.copy_(du)
-        da.copy_(a.detach())
+        return a.detach(), dg, du
 
     return gate_backward
 
 
-def _silu(g: Tensor, u: Tensor) -> None:
+def _silu(g: Tensor, u: Tensor) -> Tensor:
     wide = _wide(g)
-    g.copy_((wide * torch.sigmoid(wide)).to(g.dtype) * u)
+    return (wide * torch.sigmoid(wide)).to(g.dtype) * u
 
 
-def _silu_backward(g: Tensor, u: Tensor, da: Tensor) -> None:
+def _silu_backward(g: Tensor, u: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide, up, gradient = _wide(g), _wide(u), _wide(da)
     share = torch.sigmoid(wide)
     active = wide * share
     dg = gradient * up * share * (1 + wide * (1 - share))
-    du = gradient * active
-    a = active.to(g.dtype) * u
-    g.copy_(dg)
-    u.copy_(du)
-    da.copy_(a)
+    return active.to(g.dtype) * u, dg.to(g.dtype), (gradient * active).to(g.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
