@@ -210,6 +210,7 @@ def run_spec(
         device=spec.hardware.device,
         threads=threads,
         mesh=plan.mesh,
+        context=plan.context.spec,
         memory=plan.memory,
         recovery=RecoverySpec(
             owner="ray" if owner == "ray" else "operator",

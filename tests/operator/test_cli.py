@@ -49,8 +49,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "unit typo": ({"spec.deadlines.start": "30mins"}, "30m"),
     "impossible degrees": (
         {"spec.parallelism": {"policy": "Fixed", "dataShard": 3}}, "3 ranks for 2 workers"),
-    "degrees of a later release": (
-        {"spec.parallelism": {"policy": "Fixed", "context": 2}}, "workers cannot run"),
+    "more context ranks than chunks": (
+        {"spec.parallelism": {"context": 4096}, "spec.hardware.workers": 4096}, "1 to 2048"),
     "window 0": ({"spec.attention.pattern.window": 0}, "from 1 to"),
     "missing data": ({"spec.data.source": "file:///no/such/folder/*.txt"}, "no file matches"),
     "unreadable bucket": ({"spec.data.source": "s3://corpus/x/*.txt"}, "Could not connect"),
@@ -60,7 +60,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "long name": ({"metadata.name": "n" * 39}, "39 characters"),
     "another kind": ({"kind": "RayJob"}, "LongContextJob"),
     "batch that does not divide": ({"spec.sequence.globalBatchTokens": 5000}, "a multiple of"),
-    "batch for one worker": ({"spec.sequence.globalBatchTokens": 4096}, "do not divide over 2"),
+    "batch for one worker": (
+        {"spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1},
+        "do not divide over 2"),
     "layer that does not exist": ({"spec.attention.denseLayers": [4]}, "the model has 4 layers"),
     "model that cannot be had": ({"spec.model": {"source": "hf://Qwen/Qwen3-8B"}}, "qwen3-8b"),
     "gpu without gpus": ({**GPU, "spec.model": {"preset": "tiny-llama"}}, "nvidia-smi shows none"),
@@ -145,13 +147,16 @@ def test_plan_of_a_large_job_says_what_cannot_run_yet():
     arguments = ("plan", SAMPLES / "llama-strided-256k.yaml")
     text = msa(*arguments).stdout
     assert "vpc.amazonaws.com/efa: 16" in text
-    assert "cannot run it yet: context" in text
+    assert "layout expected" in text
+    missing = None
     for form in ("json", "yaml"):
         result = load(msa(*arguments, "--output", form).stdout).value
         assert result["degrees"]["context"] > 1
         assert result["podResources"]["vpc.amazonaws.com/efa"] == 16
-        assert result["notYetRunnable"] and result["runnableToday"] is None
+        assert result["context"]["layouts"][0]["balance"] < 1.03
         assert result["rejected"][0]["reason"]
+        missing = result["notYetRunnable"]
+    assert ("cannot run it yet" in text) == bool(missing)
 
 
 def test_plan_with_overrides_and_a_profile():

@@ -95,15 +95,19 @@ def test_positions_are_extended_to_the_length():
 def test_fixed_degrees():
     spec = built({"spec.parallelism": {"policy": "Fixed", "dataReplicate": 2}})
     assert (spec.mesh.data_replicate, spec.mesh.data_shard) == (2, 1)
-    for field in ("tensor", "context"):
-        ((path, what, nearest),) = problems({"spec.parallelism": {"policy": "Fixed", field: 2}})
-        assert path == f"spec.parallelism.{field}" and "cannot run" in what and nearest == "1"
+    spec = built({"spec.parallelism": {"policy": "Fixed", "context": 2}})
+    assert (spec.mesh.context, spec.mesh.data_ranks) == (2, 1)
+    assert (spec.context.layout, spec.context.method, spec.context.heads) == (
+        "auto", "all_to_all", 1,
+    )  # fmt: skip
+    assert spec.plan["context"]["layouts"][0]["layout"] == "rotated"
 
 
 def test_impossible_plans_name_the_field():
     ((path, what, nearest),) = problems({"spec.attention.denseLayers": [4]})
     assert (path, nearest) == ("spec.attention.denseLayers[0]", "3") and "4 layers" in what
-    ((path, _, _),) = problems({"spec.sequence.globalBatchTokens": 4096})
+    odd = {"spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1}
+    ((path, _, _),) = problems(odd)
     assert path == "spec.sequence.globalBatchTokens"
 
 

@@ -57,7 +57,7 @@ def _supported(request: Request, runtime: Runtime) -> list[Refusal]:
     out = []
     for field, value, limit in (
         ("tensor", request.tensor, runtime.tensor),
-        ("context", request.context, runtime.context),
+        ("context", request.context, runtime.most_context(request.pattern)),
     ):
         if value is not None and value > limit:
             out.append(Refusal(

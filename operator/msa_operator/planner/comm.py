@@ -1,17 +1,14 @@
 """Bytes that ranks exchange in one step, and the time that they take where nothing hides them.
 
 A first, deliberately simple model: a bandwidth per tier (inside an NVLink domain, over the
-network), no latency, and one rule of overlap per kind of parallelism. Keys and values that context
-ranks receive are counted from the pattern's own spans under a contiguous layout, or from the
-zigzag layout's figure where that is less.
+network), no latency, and one rule of overlap per kind of parallelism. What context ranks receive
+is that of the layout that :mod:`~msa_operator.planner.context` expects.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from msa_kernels.pattern import BlockTopK, Pattern, PerHead
 from msa_workloads.runspec import MeshSpec
 
 from msa_operator.planner.hardware import Machine
@@ -48,47 +45,14 @@ def bandwidth(machine: Machine, ranks: int, members: int = 1) -> float:
     return min(share, inside) if inside else share
 
 
-@lru_cache(maxsize=4096)
-def halo_tokens(pattern: Pattern, length: int, context: int) -> float:
-    """Most key/value tokens that a context rank must receive for one layer.
-
-    Raises :class:`ValueError` when ``context`` does not divide ``length``.
-    """
-    if length % context:
-        raise ValueError(f"context {context} does not divide length {length}")
-    if context == 1:
-        return 0.0
-    own = length // context
-    zigzag = 0.75 * (context - 1) * own
-    if isinstance(pattern, PerHead):
-        members = [halo_tokens(member, length, context) for member in pattern.members]
-        return sum(members) / len(members)
-    if isinstance(pattern, BlockTopK):
-        return min((context - 1) * own, own * pattern.topk * pattern.block)
-    contiguous = max(_received(pattern, length, rank * own, own) for rank in range(context))
-    return min(float(contiguous), zigzag)
-
-
-def _received(pattern: Pattern, length: int, start: int, own: int) -> int:
-    spans = [rule.span(start, start + own - 1, length) for rule in pattern.rules()]
-    total, reached = 0, 0
-    for low, high in sorted(spans):
-        low = max(low, reached)
-        if high > low:
-            inside = max(0, min(high, start + own) - max(low, start))
-            total += high - low - inside
-            reached = high
-    return total
-
-
 def step_bytes(
     shape: ModelShape, mesh: MeshSpec, *, tokens: int, micro_batches: int, halo: float,
     micro_batch: int, width: int, recompute: bool,
 ) -> StepBytes:  # fmt: skip
     """Bytes received by one rank in a step of ``micro_batches``, ``tokens`` local tokens each.
 
-    ``halo`` is :func:`halo_tokens` averaged over layers. Parameters are gathered for forward and
-    for backward of every micro-batch and gradients reduced once, in fp32.
+    ``halo`` is :attr:`~msa_operator.planner.context.ContextChoice.halo`. Parameters are gathered
+    for forward and for backward of every micro-batch and gradients reduced once, in fp32.
     """
     shards = mesh.data_shard * mesh.context
     local = shape.parameters / mesh.tensor

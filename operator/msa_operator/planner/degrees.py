@@ -49,8 +49,8 @@ def ulysses_degrees(shape: ModelShape) -> list[int]:
 
 
 def context_degrees(length: int, limit: int) -> list[int]:
-    """Context degrees up to ``limit``: every rank gets two equal chunks, so that causal work can
-    be balanced by pairing an early with a late one."""
+    """Context degrees up to ``limit`` that need no padding: every rank gets two equal chunks, so
+    that causal work can be balanced by pairing an early with a late one."""
     return [1, *(d for d in range(2, limit + 1) if length % (2 * d) == 0)]
 
 
@@ -74,14 +74,17 @@ def tensor_refusal(shape: ModelShape, domain: int, value: int, where: str) -> Re
 
 
 def context_refusal(length: int, value: int) -> Refusal | None:
-    """Why ``value`` cannot be the context degree of sequences of ``length``."""
-    if value == 1 or length % (2 * value) == 0:
+    """Why ``value`` cannot be the context degree of sequences of ``length``.
+
+    Any degree works that leaves every rank two chunks: sequences are padded inside.
+    """
+    most = max(1, length // 2)
+    if value <= most:
         return None
-    allowed = context_degrees(length, max(64, min(2 * value, 1024)))
     return Refusal(
         "parallelism.context",
-        f"found {value} for length {length}: each rank needs two equal chunks, and {length} is "
-        f"not a multiple of {2 * value}",
-        ", ".join(map(str, allowed)),
-        str(nearest(value, allowed)),
+        f"found {value} for length {length}: each rank needs two chunks of at least one token, "
+        f"{2 * value} in all",
+        f"1 to {most}",
+        str(most),
     )

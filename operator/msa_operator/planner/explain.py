@@ -26,6 +26,7 @@ def to_dict(plan: Plan, pattern: Any = None) -> dict[str, Any]:
         "microBatch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "stepTokens": plan.step_tokens,
+        "context": context(plan),
         "memorySwitches": switches(plan),
         "memoryGiB": {
             "peak": _gib(rank.total),
@@ -67,6 +68,22 @@ def _peak(plan: Plan) -> float | None:
     """FLOP/s of all ranks together by the data sheet; None where nothing is known."""
     gpu = plan.machine.accelerator
     return None if gpu is None else gpu.peak_tflops * 1e12 * plan.mesh.world_size
+
+
+def context(plan: Plan) -> dict[str, Any] | None:
+    """How context ranks share a sequence; None where there is one."""
+    if plan.mesh.context == 1:
+        return None
+    choice = plan.context
+    return {
+        "layouts": [
+            {"layout": p.name, "balance": round(p.balance, 4), "receivedTokens": round(p.received)}
+            for p in choice.layouts
+        ],
+        "method": choice.spec.method,
+        "heads": choice.spec.heads,
+        "reasons": list(choice.reasons),
+    }
 
 
 def switches(plan: Plan) -> list[str]:
@@ -124,6 +141,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
             f"{rank.kept / GIB:.1f}, layer backward {(rank.working + rank.exchange) / GIB:.1f}, "
             f"logits {rank.logits / GIB:.1f})",
         ),
+        *([("sequence", plan.context.text)] if plan.mesh.context > 1 else []),
         ("saved by", ", ".join(switches(plan)) or "nothing: everything fits as it is"),
         (
             "work",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from msa_kernels.pattern import Pattern
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
+from msa_operator.planner.context import ONE, ContextChoice
 from msa_operator.planner.flops import StepFlops
 from msa_operator.planner.hardware import Machine
 from msa_operator.planner.memory import RankMemory
@@ -73,6 +74,8 @@ class Plan:
     step_tokens: int
     step_seconds: float | None
     """None where nothing is known about the device's speed."""
+    context: ContextChoice = ONE
+    """How context ranks share a sequence."""
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

@@ -25,6 +25,12 @@ class Runtime:
     offload: bool = False
     mlp_chunk: bool = False
     learned_patterns: bool = False
+    learned_context: bool = False
+    """Keys that are selected at run time can travel between context ranks."""
+
+    def most_context(self, pattern: Pattern) -> int:
+        """Largest context degree for a pattern."""
+        return 1 if is_learned(pattern) and not self.learned_context else self.context
 
     def missing(self, mesh: MeshSpec, memory: MemorySpec, pattern: Pattern) -> tuple[str, ...]:
         """What of a plan these workers cannot do, each as ``tensor 8 (1 works)``."""
@@ -41,6 +47,8 @@ class Runtime:
             gaps.append("a tiled MLP")
         if is_learned(pattern) and not self.learned_patterns:
             gaps.append("BlockTopK (the other pattern types work)")
+        elif is_learned(pattern) and mesh.context > 1 and not self.learned_context:
+            gaps.append("BlockTopK over context ranks (tensor and data ranks work)")
         return tuple(gaps)
 
     def ladder(self, *, cpu: bool = False) -> tuple[MemorySpec, ...]:
@@ -88,8 +96,8 @@ def is_learned(pattern: Pattern) -> bool:
     return isinstance(pattern, BlockTopK)
 
 
-THIS_VERSION = Runtime("this version")
+THIS_VERSION = Runtime("this version", context=UNLIMITED)
 EVERYTHING = Runtime(
     "the full design", tensor=UNLIMITED, context=UNLIMITED, selective=True, offload=True,
-    mlp_chunk=True, learned_patterns=True,
+    mlp_chunk=True, learned_patterns=True, learned_context=True,
 )  # fmt: skip

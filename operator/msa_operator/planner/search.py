@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from msa_kernels.pattern import Dense
+from msa_kernels.pattern import Dense, Pattern
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
 from msa_operator.planner import comm, flops, timing
 from msa_operator.planner.checks import check
+from msa_operator.planner.context import ContextChoice, Heads, choose
 from msa_operator.planner.degrees import (
     PlanError,
     Refusal,
@@ -116,11 +117,9 @@ def _meshes(request: Request, runtime: Runtime, machine: Machine) -> Iterator[Me
         ]  # fmt: skip
         if request.fixed:
             tensors = [request.tensor or 1]
-        contexts = [
-            c for c in context_degrees(request.length, world)
-            if c <= runtime.context and request.context in (None, c)
-        ]  # fmt: skip
-        if request.fixed:
+        most = runtime.most_context(request.pattern)
+        contexts = [c for c in context_degrees(request.length, world) if c <= most]
+        if request.fixed or request.context is not None:
             contexts = [request.context or 1]
         for tensor, context in itertools.product(tensors, contexts):
             if world % (tensor * context):
@@ -150,32 +149,35 @@ def _evaluate(
         reason = f"{sequences} sequences a step do not divide over {data} data ranks"
         return 1e30 + data, Rejected(label, reason)
     usable, host = _usable(machine, mesh)
-    halo = _halo(request, mesh.context)
     width = 2 if request.precision == "bf16" else 4
+    shared = _context(request, mesh, width)
     share = sequences // data
     # The last rung is the smallest for all but models of a layer or two: look there first.
     ladder = runtime.ladder(cpu=cpu)
-    least = _rank(request, mesh, ladder[-1], 1, halo)
+    least = _rank(request, mesh, ladder[-1], 1, _ring(shared, request, mesh))
     if least.total > usable:
-        every = (_rank(request, mesh, rung, 1, halo) for rung in ladder)
+        every = (_rank(request, mesh, rung, 1, _ring(shared, request, mesh)) for rung in ladder)
         least = min(every, key=lambda rank: rank.total)
     if least.total > usable:
         unit = "worker" if cpu else "GPU"
         need, have = least.total / GIB, usable / GIB
         return need / have, Rejected(label, f"{need:.1f} GiB per {unit}, {have:.1f} usable")
     for memory in ladder:
-        for micro in _micro_batches(request, mesh, share, cpu):
-            rank = _rank(request, mesh, memory, micro, halo)
+        for micro, how in itertools.product(
+            _micro_batches(request, mesh, share, cpu),
+            dict.fromkeys((shared, _ring(shared, request, mesh))),
+        ):
+            rank = _rank(request, mesh, memory, micro, how)
             if rank.total > usable or rank.host > host:
                 continue
-            tokens = micro * request.length // mesh.context
+            tokens = micro * -(-request.length // mesh.context)
             accumulation = share // micro
             step = flops.step_flops(
                 request.shape, pairs, request.length, sequences,
                 recompute=memory.checkpointing == "full",
             )  # fmt: skip
             moved = comm.step_bytes(
-                request.shape, mesh, tokens=tokens, micro_batches=accumulation, halo=halo,
+                request.shape, mesh, tokens=tokens, micro_batches=accumulation, halo=how.halo,
                 micro_batch=micro, width=width, recompute=memory.checkpointing == "full",
             )  # fmt: skip
             dense = request.length * (request.length + 1) / 2
@@ -186,6 +188,7 @@ def _evaluate(
                 micro_batch=micro,
                 accumulation=accumulation,
                 memory=memory,
+                context=how,
                 rank=rank,
                 usable=usable,
                 flops=step,
@@ -200,17 +203,18 @@ def _evaluate(
 
 
 def _rank(
-    request: Request, mesh: MeshSpec, memory: MemorySpec, micro_batch: int, halo: float
-) -> RankMemory:
+    request: Request, mesh: MeshSpec, memory: MemorySpec, micro_batch: int,
+    shared: ContextChoice,
+) -> RankMemory:  # fmt: skip
     width = 2 if request.precision == "bf16" else 4
     kv = 2 * request.shape.kv_size / mesh.tensor * (width + 4)
     return rank_memory(
         request.shape,
         mesh,
         memory,
-        tokens=micro_batch * request.length // mesh.context,
+        tokens=micro_batch * -(-request.length // mesh.context),
         precision=request.precision,
-        exchange=halo * micro_batch * kv,
+        exchange=shared.held * micro_batch * kv,
         cpu=request.workers is not None,
     )
 
@@ -231,13 +235,29 @@ def _micro_batches(request: Request, mesh: MeshSpec, share: int, cpu: bool) -> l
     return [m for m in reversed(divisors(share)) if m <= most]
 
 
-def _halo(request: Request, context: int) -> float:
-    if context == 1:
-        return 0.0
-    layers, dense = request.shape.layers, len(request.dense_layers)
-    sparse = comm.halo_tokens(request.pattern, request.length, context)
-    full = comm.halo_tokens(Dense(), request.length, context) if dense else 0.0
-    return ((layers - dense) * sparse + dense * full) / layers
+def _context(request: Request, mesh: MeshSpec, width: int) -> ContextChoice:
+    """How the context ranks of a mesh share a sequence."""
+    shape = request.shape
+    weights: dict[Pattern, int] = {}
+    for head in range(shape.kv_heads):
+        pattern = request.pattern.for_group(head)
+        weights[pattern] = weights.get(pattern, 0) + shape.layers - len(request.dense_layers)
+        weights[Dense()] = weights.get(Dense(), 0) + len(request.dense_layers)
+    heads = Heads(shape.heads // mesh.tensor, max(1, shape.kv_heads // mesh.tensor))
+    used = tuple((pattern, count) for pattern, count in weights.items() if count)
+    return choose(used, request.length, mesh.context, heads, width)
+
+
+def _ring(
+    shared: ContextChoice, request: Request, mesh: MeshSpec
+) -> ContextChoice:  # fmt: skip
+    """The same with keys that come one rank at a time, where that holds fewer at once."""
+    two = 2.0 * -(-request.length // mesh.context)
+    if shared.held <= two:
+        return shared
+    spec = replace(shared.spec, method="ring")
+    why = f"ring: all keys at once would be {shared.held:,.0f} tokens, two ranks' are {two:,.0f}"
+    return replace(shared, spec=spec, held=two, reasons=(*shared.reasons, why))
 
 
 def _preference(found: list[Plan]):
@@ -306,5 +326,5 @@ def _why_none(request: Request, runtime: Runtime, reasons: list[Rejected]) -> tu
         fields = "sequence.globalBatchTokens"
         sizes = request.workers or request.least
         advice = f"a multiple of length x data ranks, such as {request.length * sizes}"
-    limited = "" if runtime.context > 1 else " without tensor and context parallelism"
+    limited = "" if runtime.tensor > 1 else " without tensor parallelism"
     return (Refusal(fields, f"nothing fits{limited}; closest: {smallest}", advice),)
