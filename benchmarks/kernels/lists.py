@@ -1,6 +1,6 @@
 """What tile lists cost the host: new ones for every batch of documents, and cached ones.
 
-    python benchmarks/kernels/lists.py --out lists.json
+    python benchmarks/kernels/lists.py --output lists.json
 
 For batches of 131,072 tokens packed from documents of random lengths: milliseconds of one core to
 lay out a batch that was never seen (positions, lists of all three kernels, on the host side of the
@@ -123,7 +123,7 @@ def forward(pattern: Pattern, mean: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("lists.json"))
+    parser.add_argument("--output", type=Path, default=Path("lists.json"))
     parser.add_argument("--count", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def main() -> None:
             print(row, flush=True)
             card = torch.cuda.get_device_name() if gpu else "none"
             found = {"card": card, "torch": torch.__version__, "rows": rows}
-            args.out.write_text(json.dumps(found, indent=1))
+            args.output.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

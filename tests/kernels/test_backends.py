@@ -13,7 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_kernels import backend, check, flex
 from msa_kernels.attention import msa_attention
-from msa_kernels.pattern import Dense, Dilated, Strided, Window
+from msa_kernels.cudnn import CudnnIntervals
+from msa_kernels.fa4 import FlashAttention4
+from msa_kernels.pattern import (
+    Block,
+    BlockList,
+    Dense,
+    Dilated,
+    PerHead,
+    SinkWindow,
+    Strided,
+    Union,
+    Window,
+)  # fmt: skip
 from msa_kernels.plan import Request, plan, whole
 from msa_kernels.reference import reference
 from msa_kernels.testing import assert_close, document_ids, patterns
@@ -85,6 +97,73 @@ def test_auto_on_a_gpu_takes_the_fastest_that_serves() -> None:
     assert backend.resolve(request(**gpu | long)).name == "triton"
     assert backend.resolve(request(**gpu | long, pattern=Strided(8))).name == "triton"
     assert "flash-attn-4 is not installed" in str(backend.refusal("fa4", request(**gpu | long)))
+
+
+@pytest.fixture
+def with_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU with flash-attn-4 and cudnn-frontend, as far as refusals ask."""
+    for name, kind in (("fa4", FlashAttention4), ("cudnn", CudnnIntervals)):
+        monkeypatch.setitem(backend._loaded, name, object.__new__(kind))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+BLOCKS = 32_768 // 128
+EVERY_EIGHTH = BlockList(
+    128, tuple(tuple(k for k in range(q + 1) if k % 8 == 7) for q in range(BLOCKS))
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"pattern": Dense()}, "fa4"),
+        ({"pattern": Window(1024)}, "fa4"),
+        ({"pattern": Dilated(4)}, "fa4"),
+        ({"pattern": SinkWindow(8192, 512)}, "cudnn"),
+        ({"pattern": Union((Window(1024), EVERY_EIGHTH))}, "cudnn"),
+        ({"pattern": PerHead((EVERY_EIGHTH, BlockList(128, ((0,),) * BLOCKS)))}, "cudnn"),
+        ({"pattern": Union((Block(128), Dilated(4)))}, "triton"),
+        ({"pattern": Strided(128, "union")}, "triton"),
+        ({"pattern": SinkWindow(8192, 512), "plain": False}, "triton"),
+        ({"pattern": SinkWindow(8192, 512), "deterministic": True}, "triton"),
+        ({"pattern": SinkWindow(8192, 512), "dtype": torch.float32}, "triton"),
+        ({"pattern": SinkWindow(8192, 512), "q_rows": 4096, "k_rows": 4096}, "triton"),
+        ({"pattern": Dense(), "return_lse": True}, "cudnn"),
+        ({"pattern": Dense(), "q_rows": 512, "k_rows": 512, "batch": 16}, "sdpa"),
+        ({"pattern": Dense(), "q_rows": 1024, "k_rows": 1024, "batch": 16}, "fa4"),
+    ],
+)
+def test_auto_takes_what_was_measured_fastest(
+    with_packages: None, changes: dict[str, object], name: str
+) -> None:
+    gpu = {
+        "device": torch.device("cuda"), "dtype": torch.bfloat16, "needs_grad": True,
+        "q_rows": 32_768, "k_rows": 32_768, "head_dim": 128,
+    }  # fmt: skip
+    assert backend.resolve(request(**gpu | changes)).name == name
+
+
+def test_a_package_that_fails_as_it_loads_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def broken() -> backend.Backend:
+        asked.append(1)
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setitem(backend.LOADERS, "cudnn", broken)
+    monkeypatch.delitem(backend._loaded, "cudnn", raising=False)
+    for _ in range(3):
+        reason = backend.refusal("cudnn", request())
+    assert reason == (
+        "cannot be loaded: it fails as it loads: OSError: libcuda.so.1: cannot open shared "
+        "object file"
+    )
+    assert len(asked) == 1
+    with pytest.raises(backend.BackendError, match="cannot open shared object file"):
+        backend.resolve(request(), "cudnn")
+    monkeypatch.undo()
+    backend._loaded.pop("cudnn", None)
 
 
 def test_what_ran_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
