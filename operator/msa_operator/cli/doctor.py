@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from msa_operator.cli.options import BAD_INPUT, emit, output_option
+from msa_operator.cli.cluster import connect, explained
+from msa_operator.cli.options import emit, output_option
 from msa_operator.doctor.finding import Finding, well
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "unknown": "dim"}
@@ -38,7 +38,7 @@ def doctor(
       msa doctor --cluster --namespace team-a
       msa doctor --cluster --output json | jq '.findings[] | select(.state == "failed")'
 
-    Exit codes: 0 nothing failed, 1 something did, 2 a flag or the kubeconfig cannot be used.
+    Exit codes: 0 nothing failed, 1 something did, 2 a flag, 4 the kubeconfig cannot be used.
     """
     if cluster:
         found = _cluster(kubeconfig, context, namespace)
@@ -56,23 +56,11 @@ def doctor(
 
 
 def _cluster(kubeconfig: str | None, context: str | None, namespace: str | None) -> list[Finding]:
-    from kubernetes import client, config
-
+    with explained():
+        at = connect(kubeconfig, context, namespace)
     from msa_operator.doctor import cluster
-    from msa_operator.runtime.kube import Kube
 
-    settings = client.Configuration()
-    try:
-        config.load_kube_config(kubeconfig, context, client_configuration=settings)
-        contexts, active = config.list_kube_config_contexts(kubeconfig)
-    except (config.ConfigException, OSError) as error:
-        click.echo(f"error: the kubeconfig cannot be used: {error}", err=True)
-        sys.exit(BAD_INPUT)
-    named: dict[str, Any] = {c["name"]: c["context"] for c in [*contexts, active]}
-    own = named[context or active["name"]].get("namespace")
-    where = namespace or own or "default"
-    settings.retries = False  # type: ignore[assignment]
-    return cluster.findings(cluster.Target(Kube(settings, timeout=10), where, settings.host))
+    return cluster.findings(cluster.Target(at.kube, at.namespace, at.server))
 
 
 def _print(found: list[Finding]) -> None:

@@ -30,6 +30,7 @@ RIGHTS = (
     (("get", "list"), "", "pods", "for msa status"),
     (("get",), "", "pods/log", "for msa logs"),
     (("get", "list"), "", "events", "to see what happened"),
+    (("list",), "ray.io", "rayclusters", "for msa delete, which waits for the nodes"),
 )
 """What the ``msa`` command does in a job's namespace as its user."""
 
