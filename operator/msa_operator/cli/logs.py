@@ -10,14 +10,11 @@ import click
 
 from msa_operator.cli.cluster import BAD_INPUT, Connection, Refused, cluster_options, find_job
 from msa_operator.cli.jobs import JobView
-from msa_operator.cli.waiting import look
+from msa_operator.cli.waiting import LOOK_SECONDS, look
 
 CONNECT_SECONDS = 5.0
 SILENT_SECONDS = 15.0
 """A log that brings nothing for so long is opened again: its job may be over, or its head gone."""
-
-HEAD_LOOK_SECONDS = 3.0
-"""Between two looks for a head that is not there yet."""
 
 OURS = re.compile(r"^(?P<submission>\S+) \| (?P<text>.*)$", re.DOTALL)
 """A line of a driver's; others of the head's container are Ray's own."""
@@ -128,7 +125,7 @@ def _follow(at: Connection, name: str, lines: Lines) -> None:
             if say != told:
                 click.echo(f"{say}; waiting for its head", err=True)
                 told = say
-            time.sleep(HEAD_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def _nothing(job: JobView | None, name: str) -> str:
