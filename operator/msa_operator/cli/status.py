@@ -61,7 +61,7 @@ def status(
         console = Console(highlight=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=200)
-        console.print(_shown(at, name, all_namespaces))
+        console.print(_shown(at, _views(at, name, all_namespaces), name, all_namespaces))
 
 
 def _raw(at: Connection, name: str | None, everywhere: bool) -> Any:
@@ -79,8 +79,9 @@ def _views(at: Connection, name: str | None, everywhere: bool) -> list[JobView]:
     return sorted(jobs, key=lambda job: (job.over, job.namespace, job.age))
 
 
-def _shown(at: Connection, name: str | None, everywhere: bool) -> RenderableType:
-    jobs = _views(at, name, everywhere)
+def _shown(
+    at: Connection, jobs: list[JobView], name: str | None, everywhere: bool
+) -> RenderableType:
     if name:
         return _one(jobs[0])
     if not jobs:
@@ -100,8 +101,9 @@ def _watch(at: Connection, name: str | None, everywhere: bool) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         while True:
             try:
-                live.update(_shown(at, name, everywhere), refresh=True)
-                if name and _views(at, name, everywhere)[0].over:
+                jobs = _views(at, name, everywhere)
+                live.update(_shown(at, jobs, name, everywhere), refresh=True)
+                if name and jobs[0].over:
                     return
             except KubeError as error:
                 if error.code not in RETRIED:
