@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lupa.lua51
+import promql_parser
 import pytest
 import yaml
 from e2e import charts
@@ -21,6 +23,7 @@ MONITORING = [
     f"--set=monitoring.{part}.enabled=true"
     for part in ("serviceMonitor", "podMonitor", "rules", "dashboard")
 ]
+EXAMPLES = sorted((charts.OPERATOR / "examples").glob("*.yaml"))
 NAMESPACED = "--set=settings.namespaces={team-a,team-b}"
 
 
@@ -115,6 +118,19 @@ def test_the_operator_reads_the_settings_that_the_chart_writes(
     found = read_settings(rendered(*arguments), tmp_path)
     assert found.image == values()["settings"]["image"]
     assert found.namespaces == (("team-a", "team-b") if NAMESPACED in arguments else ())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_render_to_what_the_operator_reads(tmp_path: Path, path: Path):
+    objects = rendered(f"--values={path}")
+    found = read_settings(objects, tmp_path)
+    assert found.checkpoint.uri or found.checkpoint.claim
+    given = yaml.safe_load(path.read_text())
+    assert found.model_dump(by_alias=True, mode="json").items() >= {
+        (k, v) for k, v in given["settings"].items() if isinstance(v, str)
+    }  # fmt: skip
+    for name in given.get("settings", {}).get("namespaces", ()):
+        assert any(x["metadata"].get("namespace") == name for x in objects)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -331,11 +347,19 @@ def test_monitoring_is_left_out_unless_asked_for():
 
 
 def names_in(expression: str) -> set[str]:
-    """Names of metrics in PromQL: words that are no function, label, keyword or text."""
-    bare = re.sub(r'"[^"]*"', "", expression)
-    bare = re.sub(r"\{[^}]*\}|\b(by|on|group_left)\s*\([^)]*\)|\[[^\]]*\]", " ", bare)
-    words = re.findall(r"[a-zA-Z_]\w*(?!\w*\s*\()", bare)
-    return {w for w in words if w not in {"and", "or", "by", "on", "e"}}
+    """Names of the metrics in PromQL, as Prometheus reads it; ValueError when it would not."""
+    for variable in ("$namespace", "$job"):
+        expression = expression.replace(variable, "x")
+
+    def walk(node: Any) -> Iterator[str]:
+        if isinstance(node, promql_parser.VectorSelector):
+            yield node.name
+        for part in ("lhs", "rhs", "expr", "args", "vector_selector"):
+            inner = getattr(node, part, None) or []
+            for each in inner if isinstance(inner, list) else [inner]:
+                yield from walk(each)
+
+    return set(walk(promql_parser.parse(expression)))
 
 
 def known_metrics() -> set[str]:
