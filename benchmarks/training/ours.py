@@ -101,7 +101,7 @@ class Ours:
             self.spec, attention=replace(self.spec.attention, pattern=pattern.to_dict())
         )  # fmt: skip
         hf.set_patterns(self.model.model, pattern, backend=spec.attention.backend)
-        split = context_split(
+        split, _ = context_split(
             spec, effective_patterns(spec, self.model), self.model.heads, self.stream, self.mesh
         )
         read = Loader(self.stream, 0, 1, 1, 1, split).step(0)
