@@ -141,7 +141,7 @@ def prepare(case: Case) -> tuple[Mesh, LanguageModel, Loader]:
     mesh = build_mesh(spec.mesh, join_world("cpu"), heads=spec.context.heads)
     model = build_model(spec, VOCABULARY, mesh if case.ranks > 1 else None, mesh.device)
     stream: Any = Synthetic(case.length, case.packing)
-    split = context_split(spec, effective_patterns(spec, model), model.heads, stream, mesh)
+    split, _ = context_split(spec, effective_patterns(spec, model), model.heads, stream, mesh)
     loader = Loader(
         stream, mesh.data_rank, mesh.data_ranks, case.micro_batch, spec.sequence.accumulation,
         split,

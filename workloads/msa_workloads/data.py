@@ -46,6 +46,12 @@ class Sample:
     documents: np.ndarray
 
     @property
+    def packing(self) -> tuple[int, ...]:
+        """Lengths of its documents, padding included."""
+        ends = np.flatnonzero(np.diff(self.documents)) + 1
+        return tuple(np.diff(ends, prepend=0, append=len(self.documents)).tolist())
+
+    @property
     def digest(self) -> int:
         """62 bits over the global index and the tokens; sums over ranks prove what was read."""
         return key(self.index, zlib.crc32(self.tokens.tobytes())) >> 2
@@ -169,12 +175,13 @@ class Stream:
 @dataclass(frozen=True)
 class StepData:
     """What one rank reads for one optimizer step: its part of ``samples``, how many labels in it
-    are valid, and a digest of the whole samples."""
+    are valid, a digest of the whole samples, and the lengths of each one's documents."""
 
     batches: tuple[Batch, ...]
     samples: tuple[int, ...]
     valid: int
     digest: int
+    packings: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,7 @@ class Loader:
             samples=tuple(sample.index for sample in samples),
             valid=sum(batch.valid for batch in batches),
             digest=sum(sample.digest for sample in samples) % 2**62,
+            packings=tuple(sample.packing for sample in samples),
         )
 
 

@@ -135,6 +135,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("content hash", content["sha256"]),
         ("attention", "; ".join(map(_attention, summary["attention"])) or "none ran"),
+        *context_lines(summary.get("context")),
         ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),
         ("time", f"{clock(summary['wall_seconds'])} in all, {clock(speed['seconds'])} in steps"),
         ("restarts", str(summary["restarts"])),
@@ -142,3 +143,53 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("report", summary["files"]["report"]),
     ]
     return lines
+
+
+def context_lines(report: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Label and text of each line that terminal and report share."""
+    if report is None:
+        return []
+    how = f"{report['method']}, gradients {report['gradients']}"
+    if report["heads"] > 1:
+        moved = report["heads_bytes"]["most"]
+        how += f", heads over {report['heads']} ranks ({size(moved)} a step)"
+    lines = [("context", f"{report['ranks']} ranks, {report['layout']} layout, {how}")]
+    for kind in report["kinds"]:
+        needed, keys, back = (kind[n]["most"] for n in ("needed", "keys", "gradients"))
+        times = f", {keys / needed:.2f} x the minimum" if needed else ""
+        alone = kind["alone"]
+        lost = ""
+        if alone and alone["layout"] != report["layout"] and alone["received_here"]:
+            ratio = alone["received"] / alone["received_here"]
+            lost = f"; alone {alone['layout']} would move {ratio:.0%} of that"
+        lines.append((
+            f"  {kind['layers']} x {_name(kind['pattern'])}",
+            f"{size(keys)} keys and values a step to the busiest rank{times}, {size(back)} "
+            f"gradients; area max/mean {kind['balance']:.3f}{lost}",
+        ))  # fmt: skip
+    hidden = report["hidden"]
+    text = (
+        "not measured: only GPUs tell" if hidden is None
+        else f"{hidden['share']:.1%} of {hidden['milliseconds']:.1f} ms of exchanges"
+    )  # fmt: skip
+    return [*lines, ("  hidden", text)]
+
+
+def _name(pattern: Any) -> str:
+    if isinstance(pattern, str):
+        return pattern
+    inner = ", ".join(
+        f"{key} {value}" if not isinstance(value, list) else
+        ", ".join(_name(v) for v in value if isinstance(v, dict)) or f"{key} listed"
+        for key, value in pattern.items() if key != "type"
+    )  # fmt: skip
+    return f"{pattern['type']}({inner})" if inner else pattern["type"]
+
+
+def size(count: float) -> str:
+    """``12.3 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

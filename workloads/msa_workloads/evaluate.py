@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from msa_workloads.context.exchange import paused
 from msa_workloads.corpus import Corpus
 from msa_workloads.data import IGNORE, Batch, Splits, Stream, collate
 from msa_workloads.model import LanguageModel
@@ -46,7 +47,8 @@ def evaluate(model: LanguageModel, held: HeldOut, mesh: Mesh, split: Splits) -> 
         k = start + mesh.data_rank
         sample = held.stream.sample(min(k, held.sequences - 1))
         batch = move(split.batch(collate([sample])), mesh.device)
-        losses = model(batch, per_token=True)
+        with paused():
+            losses = model(batch, per_token=True)
         if k < held.sequences and mesh.owns_tokens:
             counted = _counted(batch.labels, held)
             nats += float(losses[counted].double().sum())

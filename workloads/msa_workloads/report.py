@@ -61,6 +61,7 @@ def summarise(
     return {
         "name": spec.name,
         **{name: outcome[name] for name in kept},
+        "context": outcome.get("context"),
         "loss": {
             "first": losses[0] if losses else None,
             "last": losses[-1] if losses else None,

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from msa_workloads.checkpoint import Checkpointer, CheckpointError, Marker
+from msa_workloads.context.account import timed
+from msa_workloads.context.home import Packing
 from msa_workloads.context.run import context_split
 from msa_workloads.corpus import Corpus, Index, build_index, split
 from msa_workloads.data import EVALUATION_SEED, Loader, Prefetcher, StepData, Stream
@@ -89,8 +91,10 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     sharded = world.size > 1 or spec.training.precision == "bf16"
     vocabulary = data.corpus.tokenizer.vocabulary
     model = build_model(spec, vocabulary, mesh if sharded else None, world.device)
-    optimizer = build_optimizer(model, spec.training)
-    split = context_split(spec, effective_patterns(spec, model), model.heads, data.training, mesh)
+    optimizer = build_optimizer(model, spec.training, spec.memory)
+    split, account = context_split(
+        spec, effective_patterns(spec, model), model.heads, data.training, mesh
+    )
     loader = Loader(
         data.training, mesh.data_rank, mesh.data_ranks, spec.sequence.micro_batch,
         spec.sequence.accumulation, split,
@@ -105,9 +109,11 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
         sink.begin(history, spec.plan)
         log.info("start at step %d, sample %d of %s", step, next_sample, content)
 
+    first_step = step
     saved_step = step if marker else -1
     elapsed = history[-1]["elapsed"] if history else 0.0
     drained = False
+    packings: list[Packing] = []
 
     def save() -> int:
         control.enters(step, "saving a checkpoint")
@@ -139,7 +145,8 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
             control.enters(step, "training")
             rate = learning_rate(step, spec.training)
             set_learning_rate(optimizer, rate)
-            loss = train_step(model, read, int(valid), mesh)
+            with timed(step - first_step):
+                loss = train_step(model, read, int(valid), mesh)
             norm = clip_gradients(model, spec.training.clip_norm)
             if not math.isfinite(loss) or not math.isfinite(norm):
                 raise DivergedError(
@@ -166,6 +173,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
                 time=time.time(),
             ).to_dict()
             next_sample += loader.per_step
+            packings = list(read.packings)
             if data.held_out and _due(step, spec.training.evaluate_every):
                 control.enters(step, "evaluating")
                 row["held_out"] = evaluate(model, data.held_out, mesh, split)
@@ -182,6 +190,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     held_out = (
         evaluate(model, data.held_out, mesh, split) if data.held_out and not drained else None
     )
+    context = account and account.report(step - first_step, packings)
     return on_rank_zero(
         lambda: {
             "steps": step,
@@ -202,6 +211,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
             "content": content,
             "parameters": sum(p.numel() for p in model.parameters()),
             "attention": _attention_used(),
+            "context": context,
             "ranks": world.size,
             "threads": torch.get_num_threads(),
             "attempt_seconds": time.time() - started,

@@ -26,7 +26,7 @@ from msa_kernels.plan import Request, TileKernel
 from torch import Tensor
 
 from msa_workloads.context.commplan import comm_plan
-from msa_workloads.context.exchange import METHODS, Method
+from msa_workloads.context.exchange import METHODS, Method, count
 from msa_workloads.context.layout import Layout, LayoutError
 from msa_workloads.context.passes import Call, backward, forward
 from msa_workloads.context.rankplan import Fuse, RankPlan, rank_plan
@@ -151,14 +151,14 @@ def context_attention(
         _check(one, group, q, k, heads)
     check_pattern(pattern)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    split = HeadSplit(q.shape[2], k.shape[2], heads)
+    split, kind = HeadSplit(q.shape[2], k.shape[2], heads), pattern
     if heads_group is not None and heads > 1:
         pattern = split.pattern(pattern, dist.get_rank(heads_group))
         q = sequence_to_heads(q, heads_group)
         k = sequence_to_heads(k, heads_group, split.copies)
         v = sequence_to_heads(v, heads_group, split.copies)
     out, lse = _by_document(
-        q, k, v, plans, group, pattern, factor, options, backend, return_lse
+        q, k, v, plans, group, pattern, factor, options, backend, return_lse, kind
     )  # fmt: skip
     if heads_group is not None and heads > 1:
         out = heads_to_sequence(out, heads_group)
@@ -215,13 +215,16 @@ def _check(
 def _by_document(
     q: Tensor, k: Tensor, v: Tensor, plans: list[ContextPlan], group: dist.ProcessGroup | None,
     pattern: Pattern, scale: float, options: Options, backend: str, return_lse: bool,
+    kind: Pattern,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Batch rows that share a plan are one call."""
     found = []
     for _, some in itertools.groupby(range(len(plans)), key=lambda n: id(plans[n])):
         at = list(some)
         rows = slice(at[0], at[-1] + 1)
-        call = _call(q, k, plans[at[0]], group, pattern, options, backend, return_lse)
+        call = _call(
+            q[rows], k[rows], plans[at[0]], group, pattern, options, backend, return_lse, kind
+        )
         out, lse, _kept = attention(q[rows], k[rows], v[rows], call.handle, scale)
         found.append((out, lse))
     if len(found) == 1:
@@ -231,7 +234,7 @@ def _by_document(
 
 def _call(
     q: Tensor, k: Tensor, plan: ContextPlan, group: dist.ProcessGroup | None, pattern: Pattern,
-    options: Options, backend: str, return_lse: bool,
+    options: Options, backend: str, return_lse: bool, kind: Pattern,
 ) -> Call:  # fmt: skip
     groups, kernel = _kernel(q, k, plan, pattern, options, backend, return_lse)
     backends.record(f"context/{kernel.name}", q, k, pattern, len(plan.documents) > 1)
@@ -241,7 +244,12 @@ def _call(
     returned = torch.bfloat16 if options.gradients == "bf16" else accumulator(q.dtype)
     if getattr(kernel, "rounds", False) and not any(part.split for _, part in groups):
         returned = q.dtype
-    call = Call(tuple(groups), group, kernel, options.method, keep, returned)
+    call = Call(tuple(groups), group, kernel, options.method, keep, returned, kind)
+    width = 2 * k.shape[0] * k.shape[3] * k.element_size()
+    needed = sum(
+        stage.received * len(one.members) for one, part in groups for stage in part.stages
+    )
+    count("needed", 0, needed * width, kind)
     _calls[call.handle] = call
     return call
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from msa_kernels import engine
 from msa_kernels.engine import HeadGroup, accumulator
 from msa_kernels.fused import merge
+from msa_kernels.pattern import Pattern
 from msa_kernels.plan import TileKernel
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class Call:
     """Received keys are kept for backward."""
     returned: torch.dtype
     """dtype in which gradients of keys and values travel."""
+    kind: Pattern
+    """The pattern of the layer over all heads, by which bytes are counted."""
     handle: int = field(default_factory=lambda: next(_handles))
 
 
@@ -99,7 +102,7 @@ class _Keys:
         assert self.call.group is not None
         return exchange(
             rows, stage.send, stage.receive, self.call.group, method=self.call.method,
-            purpose=purpose, tag=tag,
+            purpose=purpose, tag=tag, kind=self.call.kind,
         )  # fmt: skip
 
 

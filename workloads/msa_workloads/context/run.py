@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from msa_kernels.pattern import Pattern, PatternError
 
+from msa_workloads.context.account import Account
 from msa_workloads.context.attention import Options
 from msa_workloads.context.home import Rule, choose
 from msa_workloads.context.layout import LayoutError
-from msa_workloads.context.split import Split, head_patterns, packings
+from msa_workloads.context.split import Split, head_patterns
 from msa_workloads.context.ulysses import HeadsError, HeadSplit
 from msa_workloads.data import Stream, Whole
 from msa_workloads.parallel.collective import on_rank_zero
@@ -25,21 +26,22 @@ PRICED = 4
 
 def context_split(
     spec: RunSpec, layers: Sequence[Pattern], heads: tuple[int, int], stream: Stream, mesh: Mesh
-) -> Split | Whole:
-    """The split of every batch of a run over ``mesh``'s context ranks; collective.
+) -> tuple[Split | Whole, Account | None]:
+    """The split of every batch of a run over ``mesh``'s context ranks, and what keeps account of
+    it; collective.
 
     ``layers`` are the patterns of all layers, ``heads`` the query and key/value heads of all
     tensor ranks. Raises :class:`UnsupportedError` for what cannot be split so, with what can.
     """
     ranks = mesh.sizes[MeshAxisName.CP]
     if ranks == 1:
-        return Whole()
+        return Whole(), None
     _check(spec.context, layers, heads, mesh)
     weights = head_patterns(layers, heads[1])
     shares = spec.context.heads
 
     def price() -> list[Rule]:
-        read = [packings(stream.sample(k).documents[None])[0] for k in range(PRICED)]
+        read = [stream.sample(k).packing for k in range(PRICED)]
         return choose(
             spec.sequence.length, ranks // shares, weights, read, kind=spec.context.layout,
             multiple=shares,
@@ -50,7 +52,7 @@ def context_split(
     except LayoutError as error:
         raise UnsupportedError(f"context.layout: {error}") from None
     log.info("context layout %s of %s", rules[0].home.name, [r.describe() for r in rules])
-    return Split(
+    split = Split(
         home=rules[0].home,
         rank=mesh.at[MeshAxisName.CP],
         heads=shares,
@@ -60,6 +62,8 @@ def context_split(
         options=Options(method=spec.context.method, gradients=spec.context.gradients),
         device=mesh.device,
     )
+    tensor = mesh.sizes[MeshAxisName.TP], mesh.at[MeshAxisName.TP]
+    return split, Account(split, rules, layers, heads, tensor)
 
 
 def _check(

@@ -70,12 +70,9 @@ class Split:
         return self._kept[documents]
 
     def _prepare(self, plan: ContextPlan) -> None:
-        fused = replace(self.options, fuse="always")
         wanted = [self.options]
-        if self.device.type == "cuda" and (self.options.fuse, self.options.method) != (
-            "auto", "ring",
-        ):  # fmt: skip
-            wanted.append(fused)  # asked for first there, see attention.py
+        if self.device.type == "cuda" and self.options.method != "ring":
+            wanted.insert(0, replace(self.options, fuse="whole"))  # what is asked for first there
         for pattern in self.patterns:
             for options in wanted:
                 plan.prepare(pattern, options)
