@@ -14,6 +14,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from msa_kernels.memo import by_identity
 from msa_kernels.rules import Part, Rule
 
 WIDTH = 8
@@ -53,6 +54,7 @@ def unsupported(part: Part) -> str | None:
     return None
 
 
+@by_identity(kept=64)
 def encode(part: Part) -> Predicate:
     """``part`` in integers; it must not be :func:`unsupported`."""
     every = (*part.rules, *part.minus)
