@@ -1,12 +1,12 @@
-"""The operator as its chart starts it, with the rights that helm made, in one namespace only.
+"""The operator as its image and its chart start it: the environment of its lock, the rights that
+helm made, one namespace only.
 
-A real API server, simulated pods: what is tested is the chart, not the training.
+A real API server, simulated pods: what is tested is the installation, not the training.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ from e2e.faults import definitions
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.fixtures import needs_helm, not_here
-from e2e.paths import Unavailable
-from e2e.process import Process, free_ports, spawn, wait_for
+from e2e.paths import REPOSITORY, Unavailable
+from e2e.process import Process, free_ports, run, spawn, wait_for
 
 TEAM = "team-a"
 VERBS = {"GET": "get", "LIST": "list", "CREATE": "create", "PATCH": "patch", "PUT": "update",
@@ -92,7 +92,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         where = [f"--namespace={charts.NAMESPACE}", "--create-namespace"]
         charts.helm("install", "flash-msa-operator", str(charts.OPERATOR), *where, *given,
                     kubeconfig=server.kubeconfig)  # fmt: skip
-        operator, port = start(server, folder, simulator.heads_url)
+        environment = installed(folder / "image")
+        operator, port = start(server, folder, simulator.heads_url, environment)
         found = Running(operator, port, world)
         wait_for(found.ready, "the operator was ready", 90, needs=[operator], log=operator.log)
         yield found
@@ -103,14 +104,29 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         server.stop()
 
 
-def start(server: ApiServer, folder: Path, heads: str) -> tuple[Process, int]:
+def installed(folder: Path) -> Path:
+    """The bin folder of what docker/operator/Dockerfile makes: its lock, and the wheel."""
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    python = folder / "venv" / "bin" / "python"
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    run(build, cwd=REPOSITORY, timeout_s=120)
+    run([*uv, "venv", "--python", sys.executable, str(folder / "venv")])
+    into = ["--python", str(python)]
+    lock = str(REPOSITORY / "requirements" / "operator.lock")
+    run([*uv, "pip", "sync", *into, "--require-hashes", lock], timeout_s=300)
+    (wheel,) = folder.glob("*.whl")
+    run([*uv, "pip", "install", *into, "--no-deps", str(wheel)])
+    return python.parent
+
+
+def start(server: ApiServer, folder: Path, heads: str, programs: Path) -> tuple[Process, int]:
     """The process of the chart's Deployment: its command, its settings, its account."""
 
-    def installed(kind: str) -> dict[str, Any]:
+    def object_of(kind: str) -> dict[str, Any]:
         where = [f"--namespace={charts.NAMESPACE}", "--output=json"]
         return json.loads(server.kubectl("get", kind, "flash-msa-operator", *where))
 
-    pod = installed("deployment")["spec"]["template"]["spec"]
+    pod = object_of("deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     account = f"--namespace={charts.NAMESPACE}"
     token = server.kubectl("create", "token", pod["serviceAccountName"], account).strip()
@@ -123,17 +139,19 @@ def start(server: ApiServer, folder: Path, heads: str) -> tuple[Process, int]:
         "contexts": [{"name": "operator", "context": {"cluster": "here", "user": "operator"}}],
     }))  # fmt: skip
     settings = folder / "settings.yaml"
-    settings.write_text(installed("configmap")["data"]["settings.yaml"])
+    settings.write_text(object_of("configmap")["data"]["settings.yaml"])
     mounted = "--settings=/etc/flash-msa-operator/settings.yaml"
-    assert mounted in container["args"] and container["command"][0] == "python"
+    assert mounted in container["args"]
     arguments = [a for a in container["args"] if a != mounted]
     (port,) = free_ports(1)
     ours = [f"--settings={settings}", f"--kubeconfig={access}", f"--port={port}",
             f"--head-address={heads}"]  # fmt: skip
     environment = {e["name"]: e["value"] for e in container["env"] if "value" in e}
     here = {"POD_NAME": "operator-0", "POD_NAMESPACE": charts.NAMESPACE, "OMP_NUM_THREADS": "1"}
-    env = [f"{k}={v}" for k, v in {**environment, **here, "PATH": os.environ["PATH"]}.items()]
-    command = ["env", "-i", *env, sys.executable, *container["command"][1:], *arguments, *ours]
+    env = [
+        f"{k}={v}" for k, v in {**environment, **here, "PATH": f"{programs}:/usr/bin:/bin"}.items()
+    ]
+    command = ["env", "-i", *env, *container["command"], *arguments, *ours]
     return spawn("operator", command, folder / "operator.log", with_parent=True), port
 
 
