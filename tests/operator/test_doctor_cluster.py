@@ -241,7 +241,9 @@ def test_a_user_with_few_rights_learns_which_and_what_could_not_be_seen(
     access = kubeconfig(tmp_path / "jane.conf", server.authority.folder, "jane", server.url)
     found = look(access)
     assert "you may not" in found["your rights"]["found"]
-    assert "--clusterrole=edit" in found["your rights"]["action"]
+    assert "cluster role edit" in found["your rights"]["action"]
+    text = run(access).output
+    assert "create, get, list, watch, patch, delete longcontextjobs" in " ".join(text.split())
     for check in ("LongContextJob", "KubeRay", "operator", "nodes", "network policies"):
         assert state(found, check)[0] == "unknown", check
     server.apply(json.dumps({

@@ -131,34 +131,33 @@ def _some(paths: set[str]) -> str:
 
 def rights(target: Target) -> list[Finding]:
     """What the user may do in the namespace of the jobs, by the API server's own word."""
-    missing = []
-    for verbs, group, resource, why in RIGHTS:
-        plain, _, sub = resource.partition("/")
-        for verb in verbs:
-            wanted = {
-                "namespace": target.namespace,
-                "verb": verb,
-                "group": group,
-                "resource": plain,
-                "subresource": sub,
-            }
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": wanted},
-            }
-            answer = target.kube.call("POST", REVIEWS, "selfsubjectaccessreviews", body=review)
-            if not answer["status"].get("allowed"):
-                missing.append((verb, f"{resource}{f'.{group}' if group else ''}", why))
     where = f"namespace {target.namespace}"
-    if not missing:
-        return [ok("your rights", f"all that msa needs in {where}")]
-    return [
-        failed(
-            "your rights",
-            f"you may not {verb} {resource} in {where} ({why})",
-            f"ask for the role edit: kubectl create rolebinding ... --clusterrole=edit "
-            f"-n {target.namespace}",
-        )
-        for verb, resource, why in missing
-    ]
+    found = []
+    try:
+        for verbs, group, resource, why in RIGHTS:
+            missing = [v for v in verbs if not _allowed(target, v, group, resource)]
+            if missing:
+                full = f"{resource}.{group}" if group else resource
+                found.append(failed(
+                    "your rights", f"you may not {', '.join(missing)} {full} in {where} ({why})",
+                    f"ask for the cluster role edit in {where}; the operator's chart adds jobs to "
+                    "it (rbac.aggregate)",
+                ))  # fmt: skip
+    except KubeError as error:
+        again = "try again; see the API server's health"
+        return [failed("your rights", f"could not be asked for: {error}", again)]
+    return found or [ok("your rights", f"all that msa needs in {where}")]
+
+
+def _allowed(target: Target, verb: str, group: str, resource: str) -> bool:
+    plain, _, sub = resource.partition("/")
+    wanted = {
+        "namespace": target.namespace, "verb": verb, "group": group, "resource": plain,
+        "subresource": sub,
+    }  # fmt: skip
+    review = {
+        "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": wanted},
+    }  # fmt: skip
+    answer = target.kube.call("POST", REVIEWS, "selfsubjectaccessreviews", body=review)
+    return bool(answer["status"].get("allowed"))
