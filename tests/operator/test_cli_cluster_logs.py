@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cli_cluster import Bench, install, running
 from e2e.apiserver import ApiServer
-from msa_operator.cli.logs import Lines
+from msa_operator.cli.logs import NEVER, Lines, stamped
 from msa_operator.runtime.kube import NODES, PODS
 from operator_jobs import job
 
@@ -26,6 +26,11 @@ small-1 | error: rank 1 ended without a Python error
 small-2 | resumed from the checkpoint of step 1
 small-2 | (rank 1 pid=80, ip=10.0.3.8) NCCL WARN (rank 0 says no)
 """
+
+
+def stamp(number: int) -> str:
+    """Of a line, as kubelets write them: zeros at the end of the fraction are left out."""
+    return f"2026-11-30T01:00:00.{100_000_000 + number * 50:09}".rstrip("0") + "+01:00"
 
 
 class Kubelet:
@@ -48,7 +53,11 @@ class Kubelet:
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 follow = "follow=true" in query
-                for part in (text or "no log", *(kubelet.more if follow else ())):
+                parts = [text or "no log", *(kubelet.more if follow else ())]
+                if "timestamps=true" in query:
+                    lines = "".join(parts).splitlines(keepends=True)
+                    parts = [f"{stamp(number)} {line}" for number, line in enumerate(lines)]
+                for part in parts:
                     # Cut anywhere: a line may come in two parts.
                     for piece in (part[:7], part[7:]):
                         if piece:
@@ -184,6 +193,10 @@ def test_following_goes_on_over_a_lost_stream_and_ends_with_the_job(
     lines = done.stdout.splitlines()
     assert lines.count("tiny: starting") == 1
     assert lines[-2:] == ["again", "last"]
+    assert len(lines) == len(set(lines)), "no line comes twice"
+    followed = [path for path in kubelet.asked if "follow=true" in path]
+    assert "sinceSeconds" not in followed[0]
+    assert all("sinceSeconds=6" in path for path in followed[1:])
     assert "small is Complete" in done.stderr
 
 
@@ -196,6 +209,14 @@ def test_a_job_without_a_head_says_where_its_logs_are(bench: Bench, job_uid: str
         assert done.exit_code == 2
         assert "its cluster is gone, with the logs" in done.stderr
         assert "s3://ckpt/small" in done.stderr
+
+
+def test_times_of_lines_are_compared_whatever_their_form() -> None:
+    texts = ["", ".0000001", ".1", ".10000005", ".999999999"]
+    found = [stamped(f"2026-11-30T01:00:00{text}Z a line")[0] for text in texts]
+    assert found == sorted(set(found))
+    assert stamped("2026-11-30T02:00:00.1+01:00 x") == stamped("2026-11-30T01:00:00.1Z x")
+    assert stamped("no time at all") == (NEVER, "no time at all")
 
 
 def test_lines_that_are_not_ours_are_left_out() -> None:

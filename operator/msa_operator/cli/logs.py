@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from msa_operator.cli.waiting import LOOK_SECONDS, look
 CONNECT_SECONDS = 5.0
 SILENT_SECONDS = 15.0
 """A log that brings nothing for so long is opened again: its job may be over, or its head gone."""
+OVERLAP_SECONDS = 60
+"""A log that is opened again begins so long before its last line, for clocks that differ."""
 
 OURS = re.compile(r"^(?P<submission>\S+) \| (?P<text>.*)$", re.DOTALL)
 """A line of a driver's; others of the head's container are Ray's own."""
@@ -97,21 +101,39 @@ def logs(
         click.echo(f"nothing printed yet; {name} is {job.phase}. msa logs {name} --pods", err=True)
 
 
+Stamp = tuple[float, int]
+"""Seconds since 1970, and the nanoseconds of the last one."""
+NEVER: Stamp = (0.0, 0)
+
+
+def stamped(line: str) -> tuple[Stamp, str]:
+    """The time that the kubelet wrote in front of a line, and the line."""
+    found = re.match(r"^(\S+?)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) (.*)$", line, re.DOTALL)
+    if found is None:
+        return NEVER, line
+    base, fraction, zone, text = found.groups()
+    try:
+        at = datetime.datetime.fromisoformat(base + zone.replace("Z", "+00:00"))
+    except ValueError:
+        return NEVER, line
+    return (at.timestamp(), int((fraction or "").ljust(9, "0"))), text
+
+
 def _follow(at: Connection, name: str, lines: Lines) -> None:
     """Print lines until the job is over; a log that is opened again goes on where it was."""
-    import time
-
-    seen: dict[str, int] = {}
+    seen: dict[str, Stamp] = {}
+    heard = time.monotonic()
     told = ""
     while True:
         job = look(at, name)
         head = None if job is None else _head(at, job)
         if head is not None:
             uid = head["metadata"]["uid"]
-            known = seen.get(uid, 0)
-            for number, line in enumerate(_read(at, head, follow=True), 1):
-                if number > known:
-                    seen[uid] = number
+            since = int(time.monotonic() - heard) + OVERLAP_SECONDS if uid in seen else None
+            for line in _read(at, head, follow=True, since=since):
+                stamp, line = stamped(line)
+                if stamp > seen.get(uid, NEVER):
+                    seen[uid], heard = stamp, time.monotonic()
                     for text in lines.shown(line):
                         click.echo(text)
         if job is None or job.over:
@@ -181,9 +203,13 @@ def _pods(at: Connection, name: str) -> None:
 
 
 def _read(
-    at: Connection, pod: dict[str, Any], *, follow: bool, container: str = ""
-) -> Iterator[str]:
-    """Lines of a container's log. Raises KubeError when there is none to be had."""
+    at: Connection, pod: dict[str, Any], *, follow: bool, container: str = "",
+    since: int | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """Lines of a container's log, those of the last ``since`` seconds; with times to follow.
+
+    Raises KubeError when there is none to be had.
+    """
     import urllib3
     from kubernetes import client
     from kubernetes.client.exceptions import ApiException
@@ -196,6 +222,7 @@ def _read(
     try:
         answer: Any = core.read_namespaced_pod_log(
             meta["name"], meta["namespace"], container=container, follow=follow,
+            timestamps=follow, since_seconds=since,
             _preload_content=False, _request_timeout=(CONNECT_SECONDS, SILENT_SECONDS),
         )  # fmt: skip
     except ApiException as error:
