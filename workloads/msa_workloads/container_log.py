@@ -38,7 +38,9 @@ def copied(path: str | None, submission: str) -> Iterator[None]:
         yield
         return
     try:
-        log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        # A pipe is never made: asking for that is refused where it belongs to another user.
+        make = 0 if os.path.exists(path) else os.O_CREAT
+        log = os.open(path, os.O_WRONLY | os.O_APPEND | make, 0o600)
     except OSError as error:
         print(f"no copy of this output in {path}: {error.strerror}", file=sys.stderr)
         yield
