@@ -2,7 +2,8 @@
 
     python forked_ranks.py TEST_FILE FUNCTION RANKS FOLDER
 
-Every rank calls the function with torchrun's environment and pickles its result into the folder.
+Every rank calls the function with torchrun's environment and the arguments that are pickled in
+the folder, and pickles its result into it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ARGUMENTS = "arguments"
 DEADLINE = 500.0
 """Seconds after which ranks hang; generous for a machine on which much else runs."""
 
 
-def on_forks(function: Callable[..., Any], ranks: int) -> list[Any]:
+def on_forks(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
     """The function's result on every rank; fails with the first rank's traceback."""
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / ARGUMENTS).write_bytes(pickle.dumps(arguments))
         command = [
             sys.executable, __file__, function.__code__.co_filename, function.__name__,
             str(ranks), folder,
@@ -43,6 +46,7 @@ def main(path: str, name: str, ranks: int, folder: str) -> int:
 
     torch.set_num_threads(1)
     function = runpy.run_path(path)[name]
+    arguments = pickle.loads((Path(folder) / ARGUMENTS).read_bytes())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -56,7 +60,7 @@ def main(path: str, name: str, ranks: int, folder: str) -> int:
             )  # fmt: skip
             code = 0
             try:
-                (Path(folder) / str(rank)).write_bytes(pickle.dumps(function()))
+                (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
             except BaseException:
                 traceback.print_exc()
                 code = 1
