@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msa_workloads.runspec import RunSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_ranks import on_forks
-from mesh_cases import Case, errors_of
+from mesh_cases import Case, alone, errors_of, step
 
 TOLERANCE = 1e-5
 """Of the largest value of the single process, in fp32."""
@@ -61,3 +63,31 @@ def test_any_mesh_with_tensor_ranks_gives_what_one_process_gives(ranks: int, run
     assert [case for _, case in found] == CASES[ranks]
     for error, case in found:
         assert error <= TOLERANCE, case
+
+
+class Bf16(Case):
+    """Computed in bf16, with fp32 weights and sums."""
+
+    def spec(self) -> RunSpec:
+        spec = super().spec()
+        return replace(spec, training=replace(spec.training, precision="bf16"))
+
+
+def in_bf16() -> list[tuple[float, float]]:
+    """Loss and gradient norm in bf16 over those of one process in fp32."""
+    cases = [
+        Bf16((1, 1, 2, 2), "qwen3", "sinks", loss_chunk=20),
+        Bf16((1, 2, 1, 2), "llama", "per head", checkpointing="full"),
+    ]
+    found = []
+    for case in cases:
+        ours, wanted = step(case), alone(case.reference)
+        found.append((ours["loss"] / wanted["loss"], ours["norm"] / wanted["norm"]))
+    return found
+
+
+@pytest.mark.slow
+def test_bf16_differs_by_its_rounding_only():
+    for loss, norm in on_forks(in_bf16, 4)[0]:
+        assert loss == pytest.approx(1, rel=0.01)
+        assert norm == pytest.approx(1, rel=0.03)

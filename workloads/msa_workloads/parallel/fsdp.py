@@ -23,6 +23,9 @@ def shard_module(module: nn.Module, mesh: Mesh, precision: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32,
+        # Inputs are token ids and what modules before made of them, in the right dtype already;
+        # a batch's plans, which travel with them, are no tensors to cast.
+        cast_forward_inputs=False,
     )
     fully_shard(module, mesh=mesh.shard, mp_policy=policy)
 

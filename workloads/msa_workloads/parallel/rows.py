@@ -4,14 +4,14 @@ Outside attention and MLP each tensor rank holds an equal slice of the rows (tok
 activation. Tensors are plain ones of shape (batch, rows, size); rows of the ranks follow each
 other, and the last ranks' may be padding where the rows do not divide.
 
-Functional collectives do the work, so that ``torch.compile`` and recomputation policies see them.
+Functional collectives do the work, so that ``torch.compile`` and recomputation policies see them;
+by their operators, whose names outlive those of the functions around them.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -28,6 +28,26 @@ def scatter_rows(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     Rows are padded with zeros to a multiple of the ranks first.
     """
     return _Scatter.apply(pad_rows(partial, dist.get_world_size(group)), group)
+
+
+def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``mine``, one after the other along dim 0. Without gradients of its own."""
+    ranks, name = dist.get_world_size(group), group.group_name
+    made = torch.ops._c10d_functional.all_gather_into_tensor(mine.contiguous(), ranks, name)
+    return torch.ops._c10d_functional.wait_tensor(made)
+
+
+def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice along dim 0 of the sum over ranks. Without gradients of its own."""
+    ranks, name = dist.get_world_size(group), group.group_name
+    made = torch.ops._c10d_functional.reduce_scatter_tensor(whole.contiguous(), "sum", ranks, name)
+    return torch.ops._c10d_functional.wait_tensor(made)
+
+
+def all_reduce(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks. Without gradients of its own."""
+    made = torch.ops._c10d_functional.all_reduce(part.contiguous(), "sum", group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(made)
 
 
 def pad_rows(rows: Tensor, ranks: int, value: float = 0) -> Tensor:
@@ -60,8 +80,7 @@ def part_bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks, (batch, rows) = dist.get_world_size(group), mine.shape[:2]
-    pieces = collectives.all_gather_tensor(mine.contiguous(), 0, group)
-    pieces = collectives.wait_tensor(pieces)
+    pieces = all_gather(mine, group)
     if batch == 1:
         return pieces.view(1, ranks * rows, *mine.shape[2:])
     return pieces.unflatten(0, (ranks, batch)).transpose(0, 1).flatten(1, 2)
@@ -71,7 +90,7 @@ def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks, batch = dist.get_world_size(group), whole.shape[0]
     pieces = whole if batch == 1 else whole.unflatten(1, (ranks, -1)).transpose(0, 1)
     flat = pieces.reshape(ranks * batch, -1, *whole.shape[2:])
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(flat, "sum", 0, group))
+    return reduce_scatter(flat, group)
 
 
 class _Gather(torch.autograd.Function):
@@ -105,5 +124,4 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         wide = grad.float() if grad.dtype.itemsize < 4 else grad
-        total = collectives.all_reduce(wide.contiguous(), "sum", ctx.group)
-        return collectives.wait_tensor(total).to(grad.dtype), None
+        return all_reduce(wide, ctx.group).to(grad.dtype), None

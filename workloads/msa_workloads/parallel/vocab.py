@@ -15,12 +15,17 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from msa_workloads.data import IGNORE
-from msa_workloads.parallel.rows import own_part, pad_rows, part_bounds
+from msa_workloads.parallel.rows import (
+    all_gather,
+    own_part,
+    pad_rows,
+    part_bounds,
+    reduce_scatter,
+)
 
 
 def summed_loss(hidden: Tensor, weight: DTensor, labels: Tensor, chunk: int = 0) -> Tensor:
@@ -80,8 +85,8 @@ class _Chunks:
     def __iter__(self):
         for begin in range(0, len(self._flat), max(1, self._rows)):
             own = slice(begin, min(begin + self._rows, len(self._flat)))
-            rows = collectives.all_gather_tensor(self._flat[own], 0, self._part.group)
-            yield collectives.wait_tensor(rows), self._labels[:, own].flatten(), own
+            rows = all_gather(self._flat[own], self._part.group)
+            yield rows, self._labels[:, own].flatten(), own
 
 
 def _chunk_loss(
@@ -93,8 +98,7 @@ def _chunk_loss(
     at = (labels - part.begin).where(mine, 0).unsqueeze(1)
     wanted = logits.gather(1, at).squeeze(1).where(mine, 0.0)
     told = torch.stack([torch.logsumexp(logits, 1), wanted])
-    all_told = collectives.wait_tensor(collectives.all_gather_tensor(told, 0, part.group))
-    sums, goals = all_told.view(part.ranks, 2, -1).unbind(1)
+    sums, goals = all_gather(told, part.group).view(part.ranks, 2, -1).unbind(1)
     total = torch.logsumexp(sums, 0)
     losses = (total - goals.sum(0)).where(labels != IGNORE, 0.0)
     return losses, logits, total.unsqueeze(1)
@@ -123,8 +127,7 @@ class _Loss(torch.autograd.Function):
                 continue
             gradient = _chunk_gradient(logits, sums, goals, part).to(rows.dtype)
             if d_hidden is not None:
-                piece = collectives.reduce_scatter_tensor(gradient @ matrix, "sum", 0, part.group)
-                d_hidden[own] = collectives.wait_tensor(piece)
+                d_hidden[own] = reduce_scatter(gradient @ matrix, part.group)
             if wants_matrix:
                 piece = gradient.T @ rows
                 # Sums over chunks in fp32: bf16 would lose what late chunks add.
