@@ -73,7 +73,8 @@ def test_killed_before_and_after_the_writes_of_one_life(stand: Stand, share: flo
     life = Life(stand.world("everywhere"))
     live([life], 600, reviving(stand, operator))
     check(stand, [life])
-    assert operator.starts == sum(how.kills.values()) + 1
+    # It never ended by itself; two writes at once may die of one kill.
+    assert 0 < operator.starts - 1 <= sum(how.kills.values())
     told = how.report()
     record("everywhere", share, told)
     with capsys.disabled():

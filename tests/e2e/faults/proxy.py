@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import ssl
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ class Record:
     call: Call
     code: int
     fault: Fault | None
+    came: float
+    """By the monotonic clock."""
 
 
 class Proxy:
@@ -102,7 +105,7 @@ class Proxy:
         watch = request.query.get("watch", "").lower() in ("1", "true")
         call = Call.of(request.method, request.path, watch)
         fault = next((rule.fault for rule in self.rules if rule.takes(call)), None)
-        code, task = 0, asyncio.current_task()
+        came, code, task = time.monotonic(), 0, asyncio.current_task()
         assert task is not None
         self._open_calls.add(task)
         try:
@@ -111,7 +114,7 @@ class Proxy:
             return answer
         finally:
             self._open_calls.discard(task)
-            self.records.append(Record(call, code, fault))
+            self.records.append(Record(call, code, fault, came))
 
     async def _pass(
         self, request: web.Request, call: Call, fault: Fault | None

@@ -87,6 +87,7 @@ class Heads:
         self.writes: Counter[str] = Counter()
         self.deaf: set[tuple[str, str]] = set()
         """Clusters whose head does not answer."""
+        self.turned_away: Counter[tuple[str, str]] = Counter()
         self.hold = False
         """Runs make their first steps and no more."""
         self.limits: dict[str, int] = {}
@@ -145,6 +146,7 @@ class Heads:
         key = (where["namespace"], where["service"].removeprefix(SERVICE))
         head = self.heads.get(key)
         if head is None or key in self.deaf:
+            self.turned_away[key] += 1
             return _dropped(request)
         if request.headers.get("Authorization") != f"Bearer {head.token}":
             return web.Response(status=401, text="Unauthorized")

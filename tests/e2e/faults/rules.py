@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -99,8 +100,9 @@ class Rule:
     resources: frozenset[str] = frozenset()
     """All but leases, when empty: a lost lease is a fault of its own."""
     times: int | None = None
-    every: int = 1
-    """Only each n-th of them, so that retries come through."""
+    share: float = 1.0
+    """By chance, only this part of them: what is regular can keep step with those who retry."""
+    chance: random.Random = field(default_factory=lambda: random.Random(1), init=False)
     met: int = field(default=0, init=False)
     done: int = field(default=0, init=False)
 
@@ -112,15 +114,19 @@ class Rule:
         if not named and call.resource == "leases":
             return False
         self.met += 1
-        if (self.met - 1) % self.every or (self.times is not None and self.done >= self.times):
+        if self.times is not None and self.done >= self.times:
+            return False
+        if self.chance.random() >= self.share:
             return False
         self.done += 1
         return True
 
 
-def on(fault: Fault, verbs: str, resources: str = "", **more: int) -> Rule:
+def on(
+    fault: Fault, verbs: str, resources: str = "", times: int | None = None, share: float = 1.0
+) -> Rule:
     """A rule from words: ``on(Reset(), "patch create", "pods")``; "write" is all writes."""
     chosen = frozenset(verbs.split())
     if "write" in chosen:
         chosen = (chosen - {"write"}) | WRITES
-    return Rule(fault, chosen, frozenset(resources.split()), **more)
+    return Rule(fault, chosen, frozenset(resources.split()), times, share)

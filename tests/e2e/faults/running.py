@@ -41,7 +41,8 @@ class Zygote:
         self._clock = folder / "clock"
         self.set_clock(0.0)
         argv = [sys.executable, "-m", "e2e.faults.zygote", str(self._clock)]
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._child = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
