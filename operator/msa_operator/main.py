@@ -30,6 +30,7 @@ from msa_operator.runtime import logs
 from msa_operator.runtime.act import Actor
 from msa_operator.runtime.capacity import ExistingNodes
 from msa_operator.runtime.cluster import ClusterFacts
+from msa_operator.runtime.contact import Contacts
 from msa_operator.runtime.controller import Controller
 from msa_operator.runtime.events import Recorder
 from msa_operator.runtime.head import ADDRESS, Heads
@@ -46,6 +47,7 @@ from msa_operator.runtime.kube import (
 from msa_operator.runtime.lease import Lease
 from msa_operator.runtime.look import Observer
 from msa_operator.runtime.planning import Planner, own_version
+from msa_operator.runtime.plans import Plans
 from msa_operator.runtime.queue import WorkQueue
 from msa_operator.runtime.store import Store
 from msa_operator.runtime.views import Key
@@ -112,7 +114,10 @@ class Operator:
         recorder = Recorder(self._kube, options.name, clock)
         self._controller = Controller(
             self.store,
-            Observer(self.store, self._kube, heads, planner, facts, provider, clock, poll),
+            Observer(
+                self.store, Plans(self._kube, planner, facts), Contacts(self._kube, heads, poll),
+                facts, provider, clock,
+            ),
             Actor(
                 self.store, self._kube, heads, recorder, self.metrics, provider,
                 self.lease.check, poll,

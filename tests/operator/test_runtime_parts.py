@@ -152,6 +152,17 @@ def test_what_we_wrote_counts_until_the_watch_has_it():
     assert version(store) == "4"
 
 
+def test_an_answer_that_the_watch_has_overtaken_is_not_news():
+    store = Store(Clock())
+    store.event(JOBS, "ADDED", raw("u", "1"))
+    store.event(JOBS, "MODIFIED", raw("u", "2"))
+    store.event(JOBS, "MODIFIED", raw("u", "3"))
+    store.wrote(JOBS, raw("u", "2"))
+    assert version(store) == "3"
+    store.event(JOBS, "MODIFIED", raw("u", "4"))
+    assert version(store) == "4"
+
+
 def test_a_watch_that_jumped_over_what_we_wrote_counts_in_the_end():
     clock = Clock()
     store = Store(clock)

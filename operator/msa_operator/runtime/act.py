@@ -97,6 +97,8 @@ class Actor:
                     self._recorder.record(look.job, event.type, event.reason, event.message)
         if look.state.job.deleted is not None or do.DeleteJob() in decision.actions:
             return None
+        if look.state.planning.refused:
+            self._tell(acting, "Refused", look.state.planning.refused)
         wait = None if persisted else self._show(acting)
         later = self._report(acting)
         return min((w for w in (wait, later) if w is not None), default=None)
@@ -274,11 +276,11 @@ class Actor:
         ))  # fmt: skip
 
     def _create(self, acting: Acting, name: str) -> None:
-        look, planned = acting.look, acting.look.planned
-        if planned is None or planned.rendered.name(acting.decision.intent.epoch) != name:
+        look, planned, intent = acting.look, acting.look.planned, acting.decision.intent
+        if planned is None or planned.rendered.name(intent.epoch) != name:
             raise Again(f"{name} is not what was looked at")
         try:
-            self._children.create(planned.rendered, name, look.owner)
+            self._children.create(planned.rendered, name, look.owner, first=intent.epoch == 1)
         except NameTaken as taken:
             self._store.stranger(look.job.key, taken.found)
             raise Again(str(taken)) from None
@@ -337,11 +339,14 @@ class Actor:
     def _trouble(self, acting: Acting, action: Action, error: KubeError) -> str:
         if not isinstance(action, do.CreateCluster) or not error.refused:
             return acting.memory.trouble
-        told = ("NotCreated", error.message[:900])
-        if told not in acting.memory.told:
-            acting.memory.told.add(told)
-            self._recorder.record(acting.look.job, "Warning", *told)
+        self._tell(acting, "NotCreated", error.message[:900])
         return f"the API server refuses it: {error.message}"[:900]
+
+    def _tell(self, acting: Acting, reason: str, message: str) -> None:
+        """A warning as an event, once."""
+        if (reason, message) not in acting.memory.told:
+            acting.memory.told.add((reason, message))
+            self._recorder.record(acting.look.job, "Warning", reason, message)
 
 
 def _progress(seen: Seen) -> dict[str, Any]:

@@ -35,10 +35,10 @@ class Children:
         self._kube = kube
         self._store = store
 
-    def create(self, rendered: Rendered, name: str, owner: Owner) -> None:
+    def create(self, rendered: Rendered, name: str, owner: Owner, *, first: bool) -> None:
         """ConfigMap, NetworkPolicy and RayCluster; those that exist and are ours are left alone.
 
-        When the cluster is new, what earlier clusters of the job left is swept. Raises
+        Unless it is the job's ``first`` cluster, what earlier ones left is swept. Raises
         :class:`NameTaken` and :class:`KubeError`.
         """
         for body in rendered.children(name):
@@ -51,7 +51,8 @@ class Children:
                 made = self._adopt(resource, body["kind"], name, owner, error)
             if resource is CLUSTERS:
                 self._store.wrote(CLUSTERS, made)
-        self._sweep(owner, name)
+        if not first:
+            self._sweep(owner, name)
 
     def delete_cluster(self, owner: Owner, name: str, uid: str) -> None:
         """Its pods and Services go with it. The ConfigMap stays: it is the record of the run."""
@@ -87,7 +88,7 @@ class Children:
         return found
 
     def _sweep(self, owner: Owner, name: str) -> None:
-        """What clusters before this one left; there is something only after a replacement."""
+        """What clusters before this one left: their records, and policies for no pod."""
         mark = f"{names.JOB_UID}={owner.uid}"
         for resource in (CONFIGMAPS, POLICIES):
             for old in self._kube.list(resource, owner.namespace, mark):

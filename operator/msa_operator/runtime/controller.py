@@ -13,6 +13,7 @@ from collections.abc import Callable
 from msa_operator.api import JobError
 from msa_operator.metrics import Metrics
 from msa_operator.reconcile.decide import decide
+from msa_operator.reconcile.intent import Intent
 from msa_operator.runtime import logs
 from msa_operator.runtime.act import Actor, Again
 from msa_operator.runtime.kube import KubeError
@@ -24,6 +25,8 @@ from msa_operator.runtime.queue import WorkQueue
 from msa_operator.runtime.store import Store
 from msa_operator.runtime.views import Key
 
+LAST_WORD_S = 2.0
+"""A driver that was asked for its last word ends within moments."""
 _log = logging.getLogger(__name__)
 
 
@@ -109,5 +112,14 @@ class Controller:
         held_back = self._actor.carry_out(look, decision, memory)
         if news is not None and memory.status_written != written:
             self._metrics.shown(time.monotonic() - news)
-        waits = (decision.requeue_after, held_back)
+        soon = LAST_WORD_S if decision.requeue_after and _over(memory, decision.intent) else None
+        waits = (decision.requeue_after, held_back, soon)
         return min((w for w in waits if w is not None), default=None)
+
+
+def _over(memory: Memory, intent: Intent) -> bool:
+    """The run has said that it is over, and its driver is about to end."""
+    seen, attempt = memory.seen, intent.attempt
+    if seen is None or attempt is None or seen.report.submission != attempt.submission_id:
+        return False
+    return seen.report.state in ("drained", "finished", "failed")

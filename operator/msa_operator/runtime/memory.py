@@ -68,6 +68,7 @@ class Memory:
     held: tuple[Any, Planned] | None = None
     """For which intent, and the plan that the job's cluster was made from."""
     accepted: LongContextJob | None = None
+    """The job as it was accepted for what runs, read by this version."""
     checked: tuple[str, str, float] | None = None
     """Content whose pod templates the API server was asked about, its refusal, and when."""
     contact: Contact | None = None

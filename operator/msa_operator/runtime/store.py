@@ -17,6 +17,8 @@ from msa_operator.runtime import views
 from msa_operator.runtime.kube import CLUSTERS, JOBS, PODS, Resource
 from msa_operator.runtime.views import Key, Meta, RayCluster, RayPod
 
+REMEMBERED = 8
+"""Versions of one object that may come within the time of one answer."""
 CATCH_UP_S = 5.0
 """A watch that has not brought our own write for this long will not: what it brought counts."""
 
@@ -48,6 +50,8 @@ class _Slot(Generic[T]):
     until: float = 0.0
     late: T | None = None
     """The newest that the watch brought meanwhile."""
+    brought: tuple[str, ...] = ()
+    """Versions that the watch brought last: it may be faster than the answer to our write."""
 
 
 @dataclass
@@ -62,13 +66,15 @@ class _Shelf(Generic[T]):
     def put(self, value: T, now: float, expected: str = "") -> None:
         slot = self.slots.get(value.meta.uid)
         if slot is None:
-            slot = self.slots[value.meta.uid] = _Slot(value, now)
+            slot = self.slots[value.meta.uid] = _Slot(value, now, brought=(value.meta.version,))
             self.index.setdefault(self.owner(value), set()).add(value.meta.uid)
         slot.value, slot.touched, slot.late = value, now, None
         slot.expected, slot.until = expected, now + CATCH_UP_S if expected else 0.0
 
     def watch(self, value: T, now: float) -> None:
         slot = self.slots.get(value.meta.uid)
+        if slot is not None:
+            slot.brought = (*slot.brought, value.meta.version)[-REMEMBERED:]
         waits = slot is not None and slot.expected and now < slot.until
         if slot is not None and waits and value.meta.version != slot.expected:
             slot.late = value
@@ -131,7 +137,8 @@ class Store:
             return
         with self._lock:
             slot = shelf.slots.get(value.meta.uid)
-            if slot is None or slot.value.meta.version != value.meta.version:
+            known = () if slot is None else (slot.value.meta.version, *slot.brought)
+            if value.meta.version not in known:
                 shelf.put(value, self._clock(), value.meta.version)
 
     def removed(self, resource: Resource, uid: str) -> None:
