@@ -212,20 +212,17 @@ def test_objects_go_with_their_deletion_and_strangers_are_kept_apart():
     assert store.pods(key) == [] and store.counts()["pods"] == 0
 
 
-ANYTHING: Any = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from([
-            "metadata", "name", "uid", "labels", "ownerReferences", "spec", "status", "phase",
-            "conditions", "containerStatuses", "initContainerStatuses", "state", "waiting",
-            "terminated", "reason", "workerGroupSpecs", "replicas", "head", "serviceName", "type",
-            "containers", "env", "valueFrom", "secretKeyRef", "taints", "key", "submission_id",
-            "message", "submission", "step", "loss", "mfu", "numOfHosts", "generation",
-        ]), inner, max_size=6,
-    ),
-    max_leaves=25,
-)  # fmt: skip
+FIELDS = st.sampled_from([
+    "metadata", "name", "uid", "labels", "ownerReferences", "spec", "status", "phase",
+    "conditions", "containerStatuses", "initContainerStatuses", "state", "waiting", "terminated",
+    "reason", "workerGroupSpecs", "replicas", "head", "serviceName", "type", "containers", "env",
+    "valueFrom", "secretKeyRef", "taints", "key", "submission_id", "message", "submission", "step",
+    "loss", "mfu", "numOfHosts", "generation",
+])  # fmt: skip
+LEAVES: Any = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+ANYTHING: Any = st.deferred(
+    lambda: LEAVES | st.lists(ANYTHING, max_size=3) | st.dictionaries(FIELDS, ANYTHING, max_size=6)
+)
 
 
 @given(ANYTHING)
