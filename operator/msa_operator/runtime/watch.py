@@ -8,6 +8,7 @@ ends the watch; each sign of life is noted, so that a watch that is silent for g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import threading
@@ -45,6 +46,7 @@ class Watches:
         self._tell = heard
         self._signs: dict[str, float] = {}
         self._stop = threading.Event()
+        self._end_round: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
     def start(self) -> None:
@@ -55,6 +57,7 @@ class Watches:
 
     def stop(self) -> None:
         self._stop.set()
+        self._end_round()
         if self._thread.is_alive():
             self._thread.join(10)
 
@@ -106,10 +109,16 @@ class Watches:
 
         for resource in WATCHED:
             self._subscribe(registry, resource)
+        # Not the threads' own event: kopf would wait for that in a thread of the loop's pool,
+        # and a loop does not close before its threads have ended.
+        loop, flag = asyncio.get_running_loop(), asyncio.Event()
+        self._end_round = lambda: _from_thread(loop, flag)
+        if self._stop.is_set():
+            return
         await kopf.operator(
             registry=registry, settings=settings, standalone=True,
             clusterwide=not self._namespaces, namespaces=list(self._namespaces),
-            stop_flag=self._stop,
+            stop_flag=flag,
         )  # fmt: skip
 
     def _subscribe(self, registry: kopf.OperatorRegistry, resource: Resource) -> None:
@@ -163,3 +172,8 @@ class Watches:
         if config.cert_file:
             context.load_cert_chain(config.cert_file, config.key_file)
         return context
+
+
+def _from_thread(loop: asyncio.AbstractEventLoop, flag: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+        loop.call_soon_threadsafe(flag.set)
