@@ -80,7 +80,10 @@ class CudnnIntervals:
 
     def stacks(self, plan: PartPlan) -> bool:
         """Heads of different rules run in one launch."""
-        return all(intervals.unsupported(head.part) is None for head in plan.heads)
+        return plan.kept(
+            "cudnn stacks",
+            lambda: all(intervals.unsupported(head.part) is None for head in plan.heads),
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
