@@ -25,24 +25,41 @@ OURS = ("auto", "triton")
 def main(path: str) -> None:
     run = json.loads(Path(path).read_text())
     rows = [row for row in run["rows"] if "error" not in row]
+    plain = [row for row in rows if shape(row) == ("128", "bfloat16")]
+    others = [row for row in rows if row not in plain]
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{table(run, rows)}\n{END}{after}")
-    plot(rows, max(row["sequence"] for row in rows), DOCS / "img" / "kernels.svg")
+    tables = heading(run) + table(plain)
+    if others:
+        tables += "\n\nOther head sizes, and fp16:\n\n" + table(others)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+    plot(plain, max(row["sequence"] for row in plain), DOCS / "img" / "kernels.svg")
 
 
-def table(run: dict, rows: list[dict]) -> str:
+def shape(row: dict) -> tuple[str, str]:
+    return str(row["head_dim"]), row.get("dtype", "bfloat16")
+
+
+def heading(run: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    lines = [
+    return (
         f"{run['card']}, {run['date']}; {versions}; bf16 matrix product "
-        f"{run['matmul_tflops']:.0f} TFLOP/s. Milliseconds, and useful TFLOP/s in brackets.",
-        "",
+        f"{run['matmul_tflops']:.0f} TFLOP/s. Milliseconds, and useful TFLOP/s in brackets.\n\n"
+    )
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
         "| pattern | batch x tokens | implementation | forward | backward | both | extra GiB |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    for row in sorted(rows, key=lambda r: (r["pattern"], -r["sequence"], r["total_ms"])):
+    order = sorted(
+        rows, key=lambda r: (r["pattern"], *shape(r), -r["sequence"], r["total_ms"])
+    )  # fmt: skip
+    for row in order:
         name = row["implementation"]
+        where = "" if shape(row) == ("128", "bfloat16") else f", {' '.join(shape(row))}"
         if row.get("ran") and row["ran"] != [name]:
             name += f" ({', '.join(row['ran'])})"
         shown = f"**{name}**" if row["implementation"] in OURS else name
@@ -51,7 +68,7 @@ def table(run: dict, rows: list[dict]) -> str:
             for kind in ("forward", "backward", "total")
         ]
         lines.append(
-            f"| {row['pattern']} | {row['batch']} x {row['sequence']} | {shown} | "
+            f"| {row['pattern']}{where} | {row['batch']} x {row['sequence']} | {shown} | "
             f"{' | '.join(cells)} | {row['peak_bytes'] / 2**30:.2f} |"
         )
     return "\n".join(lines)
