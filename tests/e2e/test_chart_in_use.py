@@ -30,17 +30,96 @@ from e2e.paths import REPOSITORY, Unavailable
 from e2e.process import Process, free_ports, run, spawn, wait_for
 
 TEAM = "team-a"
+USUAL = (
+    f"--set=settings.namespaces={{{TEAM}}}",
+    "--set=rbac.clusterRead=false,rbac.aggregate=false",
+    "--set=settings.checkpoint.uri=s3://bucket/runs",
+    # A run moves on when it is looked at; a successor is not waited for.
+    "--set-json=settings.progressSeconds=0.5",
+    '--set-json=settings.lease={"durationSeconds": 4, "renewSeconds": 3, "retrySeconds": 0.5}',
+)
 VERBS = {"GET": "get", "LIST": "list", "CREATE": "create", "PATCH": "patch", "PUT": "update",
          "DELETE": "delete", "DRYRUN": "create"}  # fmt: skip
 
 
 @dataclass
 class Running:
-    """The operator's process and what it serves."""
+    """An installation by helm, and the process that its Deployment describes."""
 
-    process: Process
-    port: int
+    server: ApiServer
+    folder: Path
     world: World
+    programs: Path
+    """The bin folder of the operator's environment."""
+    process: Process | None = None
+    port: int = 0
+    starts: int = 0
+
+    def helm(self, verb: str, *arguments: str) -> str:
+        release = ["flash-msa-operator", f"--namespace={charts.NAMESPACE}"]
+        return charts.helm(verb, *release, *arguments, kubeconfig=self.server.kubeconfig)
+
+    def install(self, *values: str) -> None:
+        """Installs or upgrades, and starts the process anew, as the Deployment would."""
+        self.stop()
+        where = [str(charts.OPERATOR), "--create-namespace", "--reset-values"]
+        self.helm("upgrade", "--install", *where, *USUAL, *values)
+        self.start()
+
+    def uninstall(self) -> None:
+        self.stop()
+        self.helm("uninstall")
+
+    def start(self) -> None:
+        (self.port,) = free_ports(1)
+        self.starts += 1
+        log = self.folder / f"operator-{self.starts}.log"
+        self.process = spawn("operator", self._command(), log, with_parent=True)
+        wait_for(self.ready, "the operator was ready", 90, needs=[self.process], log=log)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop(30)
+            self.process = None
+
+    def _command(self) -> list[str]:
+        """The chart's command, arguments, environment, settings and account."""
+        pod = self._installed("deployment")["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        settings = self.folder / "settings.yaml"
+        settings.write_text(self._installed("configmap")["data"]["settings.yaml"])
+        mounted = "--settings=/etc/flash-msa-operator/settings.yaml"
+        assert mounted in container["args"]
+        ours = [
+            f"--settings={settings}", f"--kubeconfig={self._access(pod['serviceAccountName'])}",
+            f"--port={self.port}", f"--head-address={self.world.simulator.heads_url}",
+        ]  # fmt: skip
+        environment = {e["name"]: e["value"] for e in container["env"] if "value" in e} | {
+            "POD_NAME": f"operator-{self.starts}", "POD_NAMESPACE": charts.NAMESPACE,
+            "OMP_NUM_THREADS": "1", "PATH": f"{self.programs}:/usr/bin:/bin",
+        }  # fmt: skip
+        env = [f"{name}={value}" for name, value in environment.items()]
+        arguments = [a for a in container["args"] if a != mounted]
+        return ["env", "-i", *env, *container["command"], *arguments, *ours]
+
+    def _installed(self, kind: str) -> dict[str, Any]:
+        where = [f"--namespace={charts.NAMESPACE}", "--output=json"]
+        return json.loads(self.server.kubectl("get", kind, "flash-msa-operator", *where))
+
+    def _access(self, account: str) -> Path:
+        """A kubeconfig with a token of that account, which has what helm granted and no more."""
+        where = f"--namespace={charts.NAMESPACE}"
+        token = self.server.kubectl("create", "token", account, where).strip()
+        path = self.folder / "operator.conf"
+        cluster = {"server": self.server.url,
+                   "certificate-authority": str(self.server.authority.ca)}  # fmt: skip
+        path.write_text(json.dumps({
+            "apiVersion": "v1", "kind": "Config", "current-context": "operator",
+            "clusters": [{"name": "here", "cluster": cluster}],
+            "users": [{"name": "operator", "user": {"token": token}}],
+            "contexts": [{"name": "operator", "context": {"cluster": "here", "user": "operator"}}],
+        }))  # fmt: skip
+        return path
 
     def get(self, path: str) -> str:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -65,6 +144,18 @@ class Running:
         calls = self.samples()["msa_operator_api_requests_total"]
         return {(VERBS[c["verb"]], c["resource"]) for c, _ in calls if c["code"] != "403"}
 
+    def lines(self) -> list[dict[str, Any]]:
+        """What every process so far has logged."""
+        logs = [self.folder / f"operator-{n + 1}.log" for n in range(self.starts)]
+        return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+
+    def clusters(self, name: str) -> dict[str, Any]:
+        """RayClusters, ConfigMaps and policies of a job, as the server has them."""
+        kinds = "rayclusters,configmaps,networkpolicies"
+        where = [f"--namespace={TEAM}", f"--selector=flashmsa.dev/job={name}", "--output=json"]
+        items = json.loads(self.server.kubectl("get", kinds, *where))["items"]
+        return {f"{x['kind']}/{x['metadata']['name']}": x for x in items}
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
@@ -79,27 +170,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         not_here(reason)
         raise
     simulator = Simulator(server)
-    operator: Process | None = None
+    made: Running | None = None
     try:
         world = World(server, simulator, TEAM)
-        given = [
-            f"--set=settings.namespaces={{{TEAM}}}",
-            "--set=rbac.clusterRead=false,rbac.aggregate=false",
-            "--set=settings.checkpoint.uri=s3://bucket/runs",
-            # A run moves on when it is looked at.
-            "--set-json=settings.progressSeconds=0.5",
-        ]
-        where = [f"--namespace={charts.NAMESPACE}", "--create-namespace"]
-        charts.helm("install", "flash-msa-operator", str(charts.OPERATOR), *where, *given,
-                    kubeconfig=server.kubeconfig)  # fmt: skip
-        environment = installed(folder / "image")
-        operator, port = start(server, folder, simulator.heads_url, environment)
-        found = Running(operator, port, world)
-        wait_for(found.ready, "the operator was ready", 90, needs=[operator], log=operator.log)
-        yield found
+        made = Running(server, folder, world, installed(folder / "image"))
+        made.install()
+        yield made
     finally:
-        if operator is not None:
-            operator.stop(30)
+        if made is not None:
+            made.stop()
         simulator.stop()
         server.stop()
 
@@ -117,42 +196,6 @@ def installed(folder: Path) -> Path:
     (wheel,) = folder.glob("*.whl")
     run([*uv, "pip", "install", *into, "--no-deps", str(wheel)])
     return python.parent
-
-
-def start(server: ApiServer, folder: Path, heads: str, programs: Path) -> tuple[Process, int]:
-    """The process of the chart's Deployment: its command, its settings, its account."""
-
-    def object_of(kind: str) -> dict[str, Any]:
-        where = [f"--namespace={charts.NAMESPACE}", "--output=json"]
-        return json.loads(server.kubectl("get", kind, "flash-msa-operator", *where))
-
-    pod = object_of("deployment")["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    account = f"--namespace={charts.NAMESPACE}"
-    token = server.kubectl("create", "token", pod["serviceAccountName"], account).strip()
-    access = folder / "operator.conf"
-    access.write_text(json.dumps({
-        "apiVersion": "v1", "kind": "Config", "current-context": "operator",
-        "clusters": [{"name": "here", "cluster": {
-            "server": server.url, "certificate-authority": str(server.authority.ca)}}],
-        "users": [{"name": "operator", "user": {"token": token}}],
-        "contexts": [{"name": "operator", "context": {"cluster": "here", "user": "operator"}}],
-    }))  # fmt: skip
-    settings = folder / "settings.yaml"
-    settings.write_text(object_of("configmap")["data"]["settings.yaml"])
-    mounted = "--settings=/etc/flash-msa-operator/settings.yaml"
-    assert mounted in container["args"]
-    arguments = [a for a in container["args"] if a != mounted]
-    (port,) = free_ports(1)
-    ours = [f"--settings={settings}", f"--kubeconfig={access}", f"--port={port}",
-            f"--head-address={heads}"]  # fmt: skip
-    environment = {e["name"]: e["value"] for e in container["env"] if "value" in e}
-    here = {"POD_NAME": "operator-0", "POD_NAMESPACE": charts.NAMESPACE, "OMP_NUM_THREADS": "1"}
-    env = [
-        f"{k}={v}" for k, v in {**environment, **here, "PATH": f"{programs}:/usr/bin:/bin"}.items()
-    ]
-    command = ["env", "-i", *env, *container["command"], *arguments, *ours]
-    return spawn("operator", command, folder / "operator.log", with_parent=True), port
 
 
 def test_a_job_completes_with_nothing_but_the_charts_rights(running: Running):
@@ -210,6 +253,59 @@ def test_what_is_served_is_what_dashboards_ask_for(running: Running):
     world.until("seen", "Complete", 120)
 
 
+def test_upgraded_uninstalled_and_installed_again_a_run_goes_on(running: Running):
+    world = running.world
+    world.simulator.hold = True
+    try:
+        world.create("kept")
+        world.until("kept", "Running", 120)
+        before = running.clusters("kept")
+        assert {key.split("/")[0] for key in before} == {
+            "RayCluster", "ConfigMap", "NetworkPolicy"
+        }  # fmt: skip
+        # What new jobs would be rendered to is another thing now.
+        other = ["--set=settings.image=example.org/other:2", "--set=settings.headMemory=12Gi"]
+        running.install(*other)
+        wait_for(lambda: running.samples()["msa_operator_leader"] == [({}, 1.0)], "it led", 60)
+        wait_for(lambda: _rounds(running) >= 3, "it had looked at the job", 60)
+        assert running.clusters("kept") == before
+        running.uninstall()
+        assert running.clusters("kept") == before
+        assert world.phase("kept") == "Running" and not _finalizers(world, "kept")
+        running.install(*other)
+        wait_for(lambda: _rounds(running) >= 3, "it had looked at the job", 60)
+        assert running.clusters("kept") == before
+    finally:
+        world.simulator.hold = False
+    status = world.until("kept", "Complete", 120)
+    (attempt,) = status["attempts"]
+    assert attempt["reason"] == "Succeeded" and not world.simulator.violations
+
+
+def _rounds(running: Running) -> float:
+    found = running.samples().get("msa_operator_reconciles_total", [])
+    return sum(value for labels, value in found if labels["result"] == "ok")
+
+
+def _finalizers(world: World, name: str) -> list[str]:
+    return (world.job(name) or {"metadata": {}})["metadata"].get("finalizers", [])
+
+
+def test_without_an_operator_a_job_is_deleted_with_all_that_it_has(running: Running):
+    world = running.world
+    world.simulator.hold = True
+    try:
+        world.create("orphan")
+        world.until("orphan", "Running", 120)
+        running.uninstall()
+        world.delete("orphan")
+        wait_for(lambda: world.job("orphan") is None, "the job was gone", 60)
+        wait_for(lambda: not running.clusters("orphan"), "its children were gone", 60)
+    finally:
+        world.simulator.hold = False
+        running.install()
+
+
 def test_memory_is_within_what_the_chart_requests(running: Running, record_property: Any):
     (deployment,) = [
         x for x in yaml.safe_load_all(charts.template(charts.OPERATOR))
@@ -217,6 +313,7 @@ def test_memory_is_within_what_the_chart_requests(running: Running, record_prope
     ]  # fmt: skip
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     requested = int(container["resources"]["requests"]["memory"].removesuffix("Mi"))
+    assert running.process
     resident = psutil.Process(running.process.pid).memory_info().rss / (1 << 20)
     record_property("operator_rss_mib", round(resident))
     print(f"operator: {resident:.0f} MiB resident, {requested} MiB requested")
@@ -224,7 +321,6 @@ def test_memory_is_within_what_the_chart_requests(running: Running, record_prope
 
 
 def test_logs_are_one_json_object_a_line_and_name_the_job(running: Running):
-    assert running.process.log
-    lines = [json.loads(line) for line in running.process.log.read_text().splitlines()]
+    lines = running.lines()
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
     assert not [line for line in lines if line["level"] == "error"], lines
