@@ -5,7 +5,7 @@
 Runs itself under memcheck (out-of-bounds and misaligned accesses, leaks excepted) and racecheck
 (hazards in shared memory), Gluon and plain kernels each, all side by side, without PyTorch's
 caching allocator, in which neighbouring tensors would hide an access past the end. Exit code 1
-when a tool reports an error or does not finish. Kernels are compiled beforehand, outside the tools.
+when a tool reports an error or does not finish. Kernels are compiled before the tools start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNELS = ("Gluon", "plain")
 
 
 def calls(kernels: str) -> None:
-    """Every kernel of one kind: partial and full tiles, lists per head, documents, unions, odd sizes."""
+    """Every kernel of one kind: all sorts of tiles, lists per head, documents, odd sizes."""
     import torch
     from msa_kernels import backend
     from msa_kernels.attention import msa_attention
