@@ -57,6 +57,10 @@ from msa_operator.settings import Settings
 STARVED_S = 120.0
 """A job that is due for this long, or a round that takes as long, is not normal: /healthz says so.
 Every call within a round has a limit well below."""
+SETTLED_S = 30.0
+"""After the start, for the watches to have listed what the first read has listed too."""
+RELISTED_S = 5.0
+"""Between a watch's new list and ours: it may go on for a while."""
 CRDS_S = 5.0
 """Between two looks for kinds that the API server does not know yet."""
 GRACE_S = 20.0
@@ -74,7 +78,9 @@ class Options:
     namespace: str
     """Its own: where the Lease is."""
     name: str
-    """Its pod's: what the Lease and events say."""
+    """Its pod's: what events say."""
+    holder: str = ""
+    """What the Lease says; by default the name and something that no other process has."""
     port: int = settings_file.PORT
     kubeconfig: str | None = None
     kube_url: str | None = None
@@ -100,7 +106,8 @@ class Operator:
         leases = Kube(configuration(*where, connections=2), patience, self.metrics.requested)
         self.lease = Lease(
             leases, options.namespace, settings_file.LEASE,
-            f"{options.name}_{uuid.uuid4().hex[:8]}", settings.lease, self.metrics.renewed,
+            options.holder or f"{options.name}_{uuid.uuid4().hex[:8]}", settings.lease,
+            self.metrics.renewed,
         )  # fmt: skip
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue()
@@ -129,6 +136,8 @@ class Operator:
         )
         self.health = Health(options.port, self.unhealthy, self.unready, self._metrics)
         self._stopping = threading.Event()
+        self._relisted = threading.Event()
+        self._watching_since = 0.0
         self._synced = False
         self._working = False
         self._waiting_for: list[str] = []
@@ -145,6 +154,7 @@ class Operator:
             if not self._await_kinds():
                 return 0
             self._watches.start()
+            self._watching_since = time.monotonic()
             if not self._first_sync():
                 return 0
             self.lease.start()
@@ -255,6 +265,10 @@ class Operator:
                 return 1
             if not self._watches.alive:
                 return 1
+            if self._relisted.is_set():
+                # What was deleted before a watch listed anew, no watch tells.
+                due = min(due, time.monotonic() + RELISTED_S)
+                self._relisted.clear()
             if time.monotonic() >= due:
                 try:
                     self.resync()
@@ -275,6 +289,8 @@ class Operator:
 
     def _received(self, resource: Resource, kind: str | None, raw: Any) -> None:
         self.metrics.event(resource.plural, kind or "LISTED")
+        if kind is None and time.monotonic() - self._watching_since > SETTLED_S:
+            self._relisted.set()
         key = self.store.event(resource, kind, raw)
         if key is not None and key[1]:
             self.queue.add(key, news=True)
@@ -315,6 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         operator = Operator(Options(
             settings=given, namespace=os.environ.get("POD_NAMESPACE", "flash-msa-system"),
             name=os.environ.get("POD_NAME", socket.gethostname()), port=chosen.port,
+            # A pod has one such container at a time: one that was killed need not be waited for.
+            holder=os.environ.get("POD_NAME", ""),
             kubeconfig=chosen.kubeconfig, kube_url=chosen.kube_url, retries=chosen.retries,
             head_address=chosen.head_address,
         ))  # fmt: skip

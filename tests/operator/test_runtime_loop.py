@@ -14,6 +14,7 @@ from e2e.faults.world import World
 from e2e.process import wait_for
 from msa_operator.api import parse_job
 from msa_operator.reconcile.desired import Owner
+from msa_operator.runtime import look
 from msa_operator.runtime.planning import Planner
 from runtime_operator import Running, prepared, settings
 
@@ -209,6 +210,80 @@ def test_pods_of_a_node_that_is_gone_are_deleted_by_force(world: World, operator
         world.simulator.add_node(node)
     assert done["attempts"][0]["reason"] in ("NodeLost", "WorkerLost", "TrainingFailed")
     world.clean()
+
+
+def test_pods_on_a_node_that_says_nothing_any_more_are_deleted_by_force(
+    world: World, operator: Running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(look, "NODE_SILENT_S", 1.0)
+    held(world)
+    world.create("small")
+    before = world.until("small", "Running")
+    node = before["nodes"]["names"][0]
+    world.simulator.lose_node(node)
+    try:
+        silent = {"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}
+        world.server.kubectl("patch", "node", node, "--subresource=status", "--type=merge",
+                             "--patch", json.dumps(silent))  # fmt: skip
+        wait_for(lambda: len(world.status("small")["attempts"]) == 2, "it was tried again", 90)
+        world.simulator.hold = False
+        world.until("small", "Complete", 90)
+    finally:
+        world.simulator.add_node(node)
+    world.clean()
+
+
+BIG: dict[str, Any] = {
+    "model": {"preset": "qwen3-8b"},
+    "sequence": {"length": 131072, "globalBatchTokens": 4194304},
+    "hardware": {"device": "gpu", "accelerators": {"min": 8, "max": 16},
+                 "instanceTypes": ["mine.large"]},
+    "capacity": {"provisioner": "Existing"},
+    "failure": {"onNodeLoss": ["Replan", "Fail"]},
+}  # fmt: skip
+PROFILE = {
+    "apiVersion": "flashmsa.dev/v1alpha1", "kind": "HardwareProfile",
+    "metadata": {"name": "mine"},
+    "spec": {
+        "instanceType": "mine.large", "cpus": 192, "memoryMiB": 2000000,
+        "nodeLabels": {"pool": "mine"},
+        "accelerator": {"name": "H200", "count": 8, "memoryMiB": 144384, "peakTflops": 989,
+                        "memoryGBps": 4800, "linkGBps": 900},
+        "network": {"efa": 16, "gbps": 3200, "rdma": "GPUDirect"},
+    },
+}  # fmt: skip
+
+
+def test_a_described_machine_is_used_and_a_run_goes_on_with_fewer_of_it(
+    world: World, operator: Running
+):
+    world.server.apply(json.dumps(PROFILE))
+    held(world)
+    world.create("big", BIG)
+    before = world.until("big", "Running", 60)
+    assert (before["plan"]["machine"], before["plan"]["machines"]) == ("mine.large", 2)
+    (cluster,) = rayclusters(world)
+    worker = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    assert worker["nodeSelector"] == {"pool": "mine"}
+    node = before["nodes"]["names"][0]
+    world.simulator.forget_node(node)
+    world.simulator.lose_node(node)
+    try:
+        wait_for(lambda: world.status("big")["plan"]["machines"] == 1, "it was replanned", 90)
+        world.simulator.hold = False
+        done = world.until("big", "Complete", 90)
+    finally:
+        world.simulator.add_node(node)
+    assert [a["reason"] for a in done["attempts"]] == ["NodeLost", "Succeeded"]
+    assert done["intent"]["machines"] == 1 and done["ray"]["epoch"] == 2
+    assert condition(done, "Planned")["reason"] == "Planned"
+    assert [first for _, first in world.submissions("big")] == [0, 5]
+    world.clean()
+
+
+def rayclusters(world: World) -> list[dict[str, Any]]:
+    path = f"/apis/ray.io/v1/namespaces/{world.namespace}/rayclusters"
+    return json.loads(world.server.get(path))["items"]
 
 
 def test_a_cluster_of_another_owner_is_never_adopted(world: World, operator: Running):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_operator.api import JobError, parse_job
 from msa_operator.reconcile.desired import Owner
-from msa_operator.runtime import views
+from msa_operator.reconcile.intent import Intent
+from msa_operator.reconcile.lifecycle import parts
+from msa_operator.reconcile.observe import Job, State
+from msa_operator.runtime import look, views
 from msa_operator.runtime.kube import CLUSTERS, JOBS, PODS
 from msa_operator.runtime.planning import Planner, read_record
 from msa_operator.runtime.queue import BACKOFF_MAX_S, GAP_S, WorkQueue
@@ -275,6 +279,19 @@ def test_a_plan_is_read_back_from_its_record_as_it_was():
     assert again.content == planned.content and again.status() == planned.status()
     assert again.rendered.children("c") == planned.rendered.children("c")
     assert accepted.spec == parsed.spec
+
+
+def test_a_field_that_only_a_newer_version_knows_is_no_edit():
+    spec = parse_job(job(SHARED)).spec
+    now = parts(spec)
+    older = tuple((k, f"v1-{v}" if k == "network" else v) for k, v in now if k != "queue")
+    job_ = Job(name="small", uid="u", spec=spec, parts=now)
+    state = State(job=job_, intent=Intent(accepted=older), now=1.0)
+    assert look._as_accepted(state, now) == older
+    edited = tuple((k, "other" if k == "training" else v) for k, v in now)
+    state = State(job=replace(job_, parts=edited), intent=Intent(accepted=older), now=1.0)
+    found = dict(look._as_accepted(state, now))
+    assert {k for k, v in found.items() if dict(older).get(k) != v} == {"training"}
 
 
 @pytest.mark.parametrize("data", [None, {}, {"cluster.json": "{}"}, {"cluster.json": 3}, [], "x"])

@@ -206,7 +206,9 @@ def _smaller(
     refused: JobError | None = None
     for machine in every:
         most = min(limits.max, machines * machine.count)
-        given = limits.model_copy(update={"max": most, "min": min(limits.min, most)})
+        if most < limits.min:
+            continue  # fewer than the job may start with
+        given = limits.model_copy(update={"max": most})
         hardware = job.spec.hardware.model_copy(update={"accelerators": given})
         spec = job.spec.model_copy(update={"hardware": hardware})
         try:
