@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,11 +50,9 @@ def pin(buffer: Tensor) -> Tensor:
 
     Raises RuntimeError when the system refuses, with how much was asked for.
     """
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     flat = buffer.view(-1).view(torch.uint8)
-    page = 4096
-    step = -(-flat.numel() // THREADS // page) * page or page
-    parts = [(at, min(step, flat.numel() - at)) for at in range(0, flat.numel(), step)]
+    parts = _parts(flat.numel())
     first = flat.data_ptr()
     device = torch.cuda.current_device()
 
@@ -74,8 +73,26 @@ def pin(buffer: Tensor) -> Tensor:
     return buffer
 
 
+def _parts(size: int) -> list[tuple[int, int]]:
+    """Begin and length of the parts in which ``size`` bytes are pinned."""
+    page = 4096
+    step = -(-size // THREADS // page) * page or page
+    return [(at, min(step, size - at)) for at in range(0, size, step)]
+
+
+def copy(to: Tensor, source: Tensor) -> None:
+    """Copy between the device and a pinned buffer of the same shape and dtype, without waiting.
+
+    Part by part: CUDA refuses a copy that crosses from one registration of host memory into
+    another ("invalid argument").
+    """
+    to_bytes, from_bytes = (t.view(-1).view(torch.uint8) for t in (to, source.contiguous()))
+    for at, size in _parts(to_bytes.numel()):
+        to_bytes[at : at + size].copy_(from_bytes[at : at + size], non_blocking=True)
+
+
 def _unpin(first: int, offsets: list[int]) -> None:
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     for at in offsets:
         runtime.cudaHostUnregister(first + at)
 
@@ -123,7 +140,7 @@ class Parking:
         here = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
+            copy(host, tensor)
             done = self._stream.record_event()
         # Its memory must not be used again before the copy has read it: whoever allocates next
         # on this stream comes after the event.
@@ -151,7 +168,7 @@ class Parking:
         # The new tensor's memory may still be read or written by what was queued before.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            parked.back.copy_(parked.host, non_blocking=True)
+            copy(parked.back, parked.host)
             parked.done = self._stream.record_event()
 
     def take(self, parked: Parked) -> Tensor:

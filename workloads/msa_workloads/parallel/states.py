@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from msa_workloads.parallel.offload import HostBuffers
+from msa_workloads.parallel.offload import HostBuffers, copy
 
 BUCKET = 256 * 2**20
 """Elements of a bucket, about a decoder layer's: what is on the device beside the model is a few
@@ -98,9 +98,11 @@ class RestingAdamW(torch.optim.AdamW):
         self._copying.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copying):
             for there, here in zip(made, bucket.rest, strict=True):
-                there.copy_(here, non_blocking=True)
+                copy(there, here)
                 self.moved += 2 * here.numel() * here.element_size()
-            return made, self._copying.record_event()
+        there = torch.cuda.Event()
+        there.record(self._copying)
+        return made, there
 
     def _put_back(self, bucket: _Bucket, states: list[Tensor]) -> None:
         if self._copying is None:
@@ -108,7 +110,7 @@ class RestingAdamW(torch.optim.AdamW):
         self._copying.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copying):
             for there, here in zip(states, bucket.rest, strict=True):
-                here.copy_(there, non_blocking=True)
+                copy(here, there)
                 there.record_stream(self._copying)
 
     def _update(self, bucket: _Bucket, states: list[Tensor]) -> None:
@@ -183,6 +185,6 @@ def _wrapped(part: Tensor, parameter: Tensor) -> Tensor:
     """A state as checkpoints see it: split over ranks like its parameter."""
     if not isinstance(parameter, DTensor):
         return part
-    state = torch.empty_like(parameter.detach())
+    state: Any = torch.empty_like(parameter.detach())
     state._local_tensor = part
     return state
