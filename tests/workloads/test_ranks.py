@@ -138,9 +138,7 @@ def test_tied_embeddings_and_the_seed(make_spec: Callable[..., RunSpec]) -> None
             "context.heads: found 4, which does not divide .* valid: 1, 2, 3, 6",
         ),
         ({"mesh": {"tensor": 3}}, r"mesh.tensor: found 3, allowed: 1, 2, 4 \(4 query and 2"),
-        ({"memory": {"checkpointing": "selective"}}, "allowed: none, full"),
-        ({"memory": {"offload_optimizer": True}}, "offload_optimizer: found True"),
-        ({"memory": {"mlp_chunk": 64}}, "mlp_chunk: found 64"),
+        ({"memory": {"checkpoint_layers": 0}}, "checkpoint_layers: found 0"),
     ],
 )
 def test_what_this_release_cannot_do_is_refused(

@@ -22,10 +22,11 @@ from msa_workloads.parallel.matmul import Sum
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in nats per token, fp32, of ``labels``'s shape; 0 where ignored.
 
-    ``logits`` are (..., vocabulary).
+    ``logits`` are (..., vocabulary); those in fp64 give fp64.
     """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat = F.cross_entropy(
-        logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none"
+        wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="none"
     )
     return flat.view_as(labels)
 
@@ -49,6 +50,27 @@ def chunked_linear_loss(
     return _LinearLoss.apply(
         hidden.flatten(0, -2), weight, bias, labels.flatten(), chunk, torch.is_grad_enabled()
     )
+
+
+@torch.no_grad()
+def chunked_token_losses(
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, chunk: int
+) -> torch.Tensor:
+    """:func:`token_losses` of ``head(hidden)``, ``chunk`` tokens at a time; without gradients."""
+    pieces = zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
+    return torch.cat([token_losses(head(rows), y) for rows, y in pieces]).view_as(labels)
+
+
+def liger_linear_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """:func:`chunked_linear_loss` by Liger's kernels, which choose the chunks; GPUs only."""
+    from liger_kernel.transformers.fused_linear_cross_entropy import (  # type: ignore
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32
+    )
+    return loss(head.weight, hidden.flatten(0, -2), labels.flatten(), getattr(head, "bias", None))
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -84,7 +106,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: torch.Tensor) -> Any:
+    def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
         (dhidden, dweight, dbias), ctx.grads = ctx.grads, None
         dbias = None if dbias is None else dbias.scaled(scale)
         return dhidden.mul_(scale), dweight.scaled(scale), dbias, None, None, None

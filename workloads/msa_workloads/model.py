@@ -7,6 +7,7 @@ by layer, so that no rank ever holds more than one unsharded layer beside its sh
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from msa_workloads.data import Batch
-from msa_workloads.loss import chunked_linear_loss, summed_loss, token_losses
-from msa_workloads.parallel import vocab
+from msa_workloads.loss import (
+    chunked_linear_loss,
+    chunked_token_losses,
+    liger_linear_loss,
+    summed_loss,
+    token_losses,
+)
+from msa_workloads.parallel import activation, vocab
 from msa_workloads.parallel.fsdp import shard_module, sum_gradients
 from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.parallel.tensor import parallelize
@@ -32,12 +39,17 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 class LanguageModel(nn.Module):
     """A causal language model that returns losses, so that logits need never be whole."""
 
-    def __init__(self, model: Any, loss_chunk: int, *, split: bool = False) -> None:
-        """``split`` says that ``model`` is split over tensor ranks."""
+    def __init__(
+        self, model: Any, loss_chunk: int, *, split: bool = False, liger: bool = False
+    ) -> None:
+        """``split`` says that ``model`` is split over tensor ranks, ``liger`` whose kernels
+        compute the chunks of the loss."""
         super().__init__()
         self.model = model
         self._loss_chunk = loss_chunk
         self._split = split
+        self._liger = liger
+        self.activations: activation.Activations | None = None
         if loss_chunk:
             for name in LOGIT_TRANSFORMS:
                 if getattr(model.config, name, None) not in (None, 1, 1.0):
@@ -68,7 +80,7 @@ class LanguageModel(nn.Module):
             extra["msa_document_ids"] = batch.documents
         else:
             extra["msa_attend"] = batch.attend
-        if self._split or (self._loss_chunk and not per_token):
+        if self._split or self._loss_chunk:
             hidden = self.model.base_model(
                 input_ids=batch.tokens, position_ids=batch.positions, **extra
             ).last_hidden_state
@@ -76,6 +88,10 @@ class LanguageModel(nn.Module):
             if self._split:
                 losses = vocab.token_losses if per_token else vocab.summed_loss
                 return losses(hidden, head.weight, batch.labels, self._loss_chunk)
+            if per_token:
+                return chunked_token_losses(hidden, head, batch.labels, self._loss_chunk)
+            if self._liger:
+                return liger_linear_loss(hidden, head, batch.labels)
             return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk)
         logits = self.model(input_ids=batch.tokens, position_ids=batch.positions, **extra).logits
         return (token_losses if per_token else summed_loss)(logits, batch.labels)
@@ -97,43 +113,50 @@ def layer_patterns(attention: AttentionSpec, layers: int) -> list[Pattern]:
 
 
 def build_model(
-    spec: RunSpec, vocabulary: int, mesh: Mesh | None, device: torch.device
-) -> LanguageModel:
+    spec: RunSpec, vocabulary: int, mesh: Mesh | None, device: torch.device,
+    *, make_on: str = "cpu",
+) -> LanguageModel:  # fmt: skip
     """The model of a RunSpec on ``device``, sharded over ``mesh`` when one is given.
 
     What splits or wraps modules comes first, on meta tensors; then each layer gets its weights,
-    of which a tensor rank keeps its part, and is sharded before the next one is made.
+    of which a tensor rank keeps its part, and is sharded before the next one is made. Random
+    weights are drawn on ``make_on``, whose generator decides which ones they are.
     """
     from msa_kernels import hf
 
     hf.register()
     config = _config(spec, vocabulary)
+    dtype = torch.bfloat16 if spec.memory.parameters == "bf16" else torch.float32
     if spec.model.source is None:
         with torch.device("meta"):
-            inner = _causal_lm().from_config(
-                config, attn_implementation="msa", dtype=torch.float32
-            )
+            inner = _causal_lm().from_config(config, attn_implementation="msa", dtype=dtype)
     else:
         inner = _causal_lm().from_pretrained(
-            spec.model.source.removeprefix("hf://"), config=config, dtype=torch.float32,
+            spec.model.source.removeprefix("hf://"), config=config, dtype=dtype,
             attn_implementation="msa",
         )  # fmt: skip
     patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
     hf.set_patterns(inner, patterns, backend=spec.attention.backend)
     _fix_rotary_length(inner, spec.sequence.length)
+    activations = activation.apply(inner, spec.memory, device)
     split = mesh is not None and mesh[MeshAxisName.TP].size() > 1
     if mesh is not None and split:
         parallelize(inner, mesh[MeshAxisName.TP])
-    model = LanguageModel(inner, spec.memory.loss_chunk, split=split)
+    liger = spec.memory.loss_kernel == "liger"
+    if liger and importlib.util.find_spec("liger_kernel") is None:
+        raise UnsupportedError(
+            "memory.loss_kernel: found 'liger', and the package liger-kernel is not installed "
+            "here; install it, or use loss_kernel: torch"
+        )
+    model = LanguageModel(inner, spec.memory.loss_chunk, split=split, liger=liger)
+    model.activations = activations
     model.train()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
-    if spec.memory.checkpointing == "full":
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.layers:
-        _make_real(inner, layer, names, spec.training.seed)
+        _make_real(inner, layer, names, spec.training.seed, torch.device(make_on))
         if mesh is not None:
             shard_module(layer, mesh, spec.training.precision)
-    _make_real(inner, model, names, spec.training.seed)
+    _make_real(inner, model, names, spec.training.seed, torch.device(make_on))
     if mesh is not None:
         shard_module(model, mesh, spec.training.precision)
         sum_gradients(model.modules())
@@ -209,7 +232,9 @@ def _with_last_position(forward: Callable[..., Any], length: int) -> Callable[..
 
 
 @torch.no_grad()
-def _make_real(model: Any, root: nn.Module, names: dict[nn.Module, str], seed: int) -> None:
+def _make_real(
+    model: Any, root: nn.Module, names: dict[nn.Module, str], seed: int, device: torch.device
+) -> None:
     """Give every meta tensor below ``root`` storage and its initial value.
 
     ``names`` are those that modules had before anything wrapped them: values follow them. A
@@ -226,13 +251,13 @@ def _make_real(model: Any, root: nn.Module, names: dict[nn.Module, str], seed: i
         for field, tensor in fresh.items():
             if isinstance(tensor, nn.Parameter):
                 if id(tensor) not in made:
-                    real = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    real = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                     made[id(tensor)] = nn.Parameter(real, tensor.requires_grad)
                 module._parameters[field] = made[id(tensor)]
                 places.append((module, field, tensor))
             else:
-                module._buffers[field] = torch.empty_like(tensor, device="cpu")
-        with torch.random.fork_rng(devices=()):
+                module._buffers[field] = torch.empty_like(tensor, device=device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
             torch.manual_seed(key(seed, zlib.crc32(names[module].encode())))
             model._init_weights(module)
     parts: dict[int, nn.Parameter] = {}

@@ -191,11 +191,13 @@ class _Input:
     @contextmanager
     def as_saved(self, hidden: Tensor) -> Iterator[None]:
         """Within, what autograd saves of ``hidden`` is this object; all else is saved as it is."""
+        # Autograd holds both hooks as long as what they packed: they must not hold the input.
+        place, shape = hidden.data_ptr(), hidden.shape
         taken = False
 
         def pack(tensor: Tensor) -> Any:
             nonlocal taken
-            if tensor.data_ptr() != hidden.data_ptr() or tensor.shape != hidden.shape or taken:
+            if taken or (tensor.data_ptr(), tensor.shape) != (place, shape):
                 return tensor
             taken = True
             self._put(tensor.detach())

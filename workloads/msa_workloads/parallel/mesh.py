@@ -168,18 +168,10 @@ def check_supported(spec: RunSpec) -> None:
             f"context.heads: found {heads}, which does not divide the {mesh.context} ranks of "
             f"mesh.context; valid: {', '.join(map(str, valid))}"
         )
-    memory = spec.memory
-    if memory.checkpointing == "selective":
-        raise UnsupportedError(
-            "memory.checkpointing: found 'selective', allowed: none, full (which recomputes each "
-            "layer whole and saves more)"
-        )
-    for field in ("offload_checkpoints", "offload_optimizer", "mlp_chunk"):
-        if value := getattr(memory, field):
-            raise UnsupportedError(
-                f"memory.{field}: found {value!r}, allowed: {type(value)()!r} (not part of this "
-                "release; memory.checkpointing: full and loss_chunk save memory today)"
-            )
+    # Here, because what it checks is built on this module.
+    from msa_workloads.parallel.activation import check
+
+    check(spec)
 
 
 def build_mesh(spec: MeshSpec, world: World, *, heads: int = 1) -> Mesh:
@@ -199,7 +191,8 @@ def build_mesh(spec: MeshSpec, world: World, *, heads: int = 1) -> Mesh:
     shard = axes[MeshAxisName.DP_SHARD, MeshAxisName.CP]._flatten(FSDP)
     if spec.data_replicate > 1:
         shard = DeviceMesh._concatenate([axes[MeshAxisName.DP_REPLICATE], shard])
+    # By number: torch 2.11 refuses names exactly when they exist.
     context = axes[MeshAxisName.CP]._unflatten(
-        MeshAxisName.CP, (spec.context // heads, heads), (CP_KEYS, CP_HEADS)
+        0, (spec.context // heads, heads), (CP_KEYS, CP_HEADS)
     )
     return Mesh(world, axes, shard, context)

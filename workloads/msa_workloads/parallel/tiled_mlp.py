@@ -111,7 +111,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
         (kept,), mlp = ctx.kept, ctx.mlp
         ctx.kept = None
         rows, gate, up, down, gate_bias, up_bias, down_bias = kept.grad_fn.saved_tensors
