@@ -139,7 +139,8 @@ def _first_step(s: State) -> bool:
 
 
 def _may_retry(s: State) -> bool:
-    if s.now < s.intent.retry_at:
+    # A time further off than any backoff was written by a clock that has been set back since.
+    if 0 < s.intent.retry_at - s.now <= attempts.BACKOFF_MAX_S:
         return False
     if s.intent.replace or s.cluster is None:
         return not s.ours and bool(s.planning.content)
@@ -162,9 +163,10 @@ def _plan(s: State) -> Intent:
 
 
 def _provision(s: State) -> Intent:
+    name = s.next_name()
     return enter(
-        s, "Provisioning", "CreatingCluster", "waiting for nodes", epoch=s.intent.epoch + 1,
-        cluster=s.next_name(), replace=False,
+        s, "Provisioning", "CreatingCluster", f"{name}: waiting for head and workers",
+        epoch=s.intent.epoch + 1, cluster=name, replace=False,
     )  # fmt: skip
 
 
@@ -178,7 +180,8 @@ def _start(s: State) -> Intent:
     head = s.head
     name = submission_id(s.intent.cluster, s.intent.number + 1)
     began = attempts.begin(s.intent, name, head.identity if head else "", gang(s.workers), s.now)
-    return enter(s, "Starting", "Submitting", f"attempt {began[-1].number}", attempts=began)
+    message = f"attempt {began[-1].number} as {name}"
+    return enter(s, "Starting", "Submitting", message, attempts=began)
 
 
 def _ended(s: State, reason: Reason, message: str) -> Intent:
