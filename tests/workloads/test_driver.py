@@ -198,6 +198,14 @@ def test_a_submission_is_watched_drained_and_resumed(
     last = again.progress(lambda p: p["state"] == "finished", "the resumed run ends")
     assert again.ends() == 0, again.log.read_text()
     assert (last["step"], last["checkpointStep"]) == (STEPS, STEPS)
+    kept = Path(again.spec.checkpoint.uri) / "report"
+    assert f"report: {kept}/report.html" in again.log.read_text()
+    assert json.loads((kept / "summary.json").read_text())["resumed_from_step"] == drained["step"]
+    assert {path.name for path in kept.iterdir()} == {
+        "summary.json",
+        "report.html",
+        "metrics.jsonl",
+    }
     peace = make_spec(
         "peace", training=TRAINING, mesh={"data_shard": 2}, sequence={"micro_batch": 1},
         checkpoint={"every_steps": 0},

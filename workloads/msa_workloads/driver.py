@@ -25,13 +25,19 @@ from msa_workloads.control_http import PORT, ControlServer, cluster_token
 from msa_workloads.control_stacks import Watch
 from msa_workloads.failures import headline
 from msa_workloads.launch import Drained, RunFailed, run_on_ray
+from msa_workloads.progress import METRICS
+from msa_workloads.report import REPORT, SUMMARY
 from msa_workloads.runspec import RunSpec, RunSpecError
+from msa_workloads.storage import open_store
 
 DONE, FAILED, DRAINED = 0, 1, 75
 
 LAST_WORD_SECONDS = 20.0
 """How long the endpoint stays after the end, for its owner to read the last progress. Longer than
 the 15 s between two reads; it is left at once when that was read."""
+
+KEPT = "report"
+"""Folder beside the checkpoints."""
 
 WIDTH = 120
 """Columns of what is printed: a job's log has no terminal to ask."""
@@ -80,7 +86,23 @@ def _train(spec: RunSpec, watch: Watch, *, resume: bool) -> int:
     """Last step of a run that was trained to its end."""
     console = Console(width=WIDTH, highlight=False)
     summary = run_on_ray(spec, resume=resume, console=console, watch=watch)
+    _keep_report(spec)
     return summary["last_checkpoint_step"]
+
+
+def _keep_report(spec: RunSpec) -> None:
+    """Copy the run's files to where its checkpoints are: the head goes, and its disk with it.
+
+    The model is trained by now, so a place that cannot be written to is only said.
+    """
+    try:
+        store = open_store(spec.checkpoint.uri)
+        for name in (SUMMARY, REPORT, METRICS):
+            store.write(f"{KEPT}/{name}", (Path(spec.output) / name).read_bytes())
+    except Exception as error:
+        print(f"the report stays in {spec.output} only: {headline(error)}", file=sys.stderr)
+    else:
+        print(f"report: {spec.checkpoint.uri.rstrip('/')}/{KEPT}/{REPORT}")
 
 
 def _end(state: RunState, train: Callable[[], int]) -> int:
