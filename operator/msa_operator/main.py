@@ -29,6 +29,7 @@ from msa_operator.metrics import Metrics
 from msa_operator.runtime import logs
 from msa_operator.runtime.act import Actor
 from msa_operator.runtime.capacity import ExistingNodes
+from msa_operator.runtime.clock import SteadyClock
 from msa_operator.runtime.cluster import ClusterFacts
 from msa_operator.runtime.contact import Contacts
 from msa_operator.runtime.controller import Controller
@@ -93,7 +94,8 @@ class Options:
 class Operator:
     """Everything of one process, so that tests can run it, or two, inside their own."""
 
-    def __init__(self, options: Options, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, options: Options, clock: Callable[[], float] | None = None) -> None:
+        clock = clock or SteadyClock()
         self._options, settings = options, options.settings
         self.metrics = Metrics()
         self.metrics.started(own_version())
