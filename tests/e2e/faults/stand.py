@@ -50,11 +50,15 @@ class Stand:
         """A namespace of its own."""
         return World(self.server, self.simulator, f"{prefix}-{next(self._names)}")
 
-    def clear(self) -> None:
-        """No operator, no harm, and the time as it is."""
+    def calm(self) -> None:
+        """No harm, and the time as it is."""
         self.proxy.clear()
         self.simulator.heads.before = self.simulator.heads.after = None
         self.zygote.set_clock(0.0)
+
+    def clear(self) -> None:
+        """No harm, and no operator."""
+        self.calm()
         while self.operators:
             self.operators.pop().stop()
         self.release()
