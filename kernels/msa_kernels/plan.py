@@ -33,6 +33,13 @@ PLANS_KEPT = 32
 """Plans remembered per process: enough for every pattern of a model with the documents of a few
 batches in flight; an evicted plan takes its lists and device tensors with it."""
 
+ROWS_KEPT = 1 << 22
+"""Query rows of all plans up to which more are remembered: a rank that computes its keys rank by
+rank has many small plans for each layer, and every layer needs all of them again."""
+
+MOST_KEPT = 1024
+"""Plans beyond which the oldest goes, however small they are."""
+
 
 @dataclass(frozen=True)
 class TokenMaps:
@@ -221,8 +228,7 @@ def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
     made = tuple(_part_plan(part, queries, keys) for part in pattern.parts())
     with _lock:
         _plans[key] = made
-        while len(_plans) > PLANS_KEPT:
-            _plans.popitem(last=False)
+        _forget(_plans, lambda parts: parts[0].queries.rows if parts else 0)
     return made
 
 
@@ -243,9 +249,16 @@ def stack(pattern: Pattern, kv_heads: int, queries: Runs, keys: Runs) -> PartPla
         made = PartPlan(heads[0].part, queries, keys, heads=heads)
     with _lock:
         _stacks[key] = made
-        while len(_stacks) > PLANS_KEPT:
-            _stacks.popitem(last=False)
+        _forget(_stacks, lambda part: part.queries.rows if part else 0)
     return made
+
+
+def _forget(plans: OrderedDict[Any, T], rows: Callable[[T], int]) -> None:
+    """Drop the plans that were used longest ago, while there are too many and they are large."""
+    while len(plans) > MOST_KEPT or (
+        len(plans) > PLANS_KEPT and sum(map(rows, plans.values())) > ROWS_KEPT
+    ):
+        plans.popitem(last=False)
 
 
 _stacks: OrderedDict[Hashable, PartPlan | None] = OrderedDict()
@@ -318,7 +331,7 @@ def _part_plan(part: Part, queries: Runs, keys: Runs) -> PartPlan:
     if _even(queries, fold) and _even(keys, fold):
         return PartPlan(part, _shrunk(queries, fold), _shrunk(keys, fold))
     q_order, folded_queries = _permuted(queries, fold)
-    k_order, folded_keys = _permuted(keys, fold)
+    k_order, folded_keys = (q_order, folded_queries) if keys is queries else _permuted(keys, fold)
     return PartPlan(part, folded_queries, folded_keys, q_order, k_order)
 
 
