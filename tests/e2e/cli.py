@@ -5,6 +5,7 @@ python tests/e2e up [NAME]          bring a cluster up; it stays
 python tests/e2e down [NAME]        take it down and restore everything
 python tests/e2e status             which clusters run
 python tests/e2e kubeconfig [NAME]  print the path of an administrator's kubeconfig
+python tests/e2e operator [NAME]    install the charts there, with storage for namespace default
 python tests/e2e render             write manifests/install.yaml from the charts
 """
 
@@ -15,8 +16,12 @@ import sys
 from collections.abc import Sequence
 
 from . import charts, cluster, machine
-from .build import build_all
+from .build import build_all, tool
 from .paths import Unavailable
+from .process import run
+
+CLAIM = "checkpoints"
+"""As in the chart's values for this cluster."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +48,8 @@ def _build(_: str) -> int:
         machine.require_linux_root()
     except Unavailable as found:
         nodes, reason = False, f"without the parts of nodes: {found}"
-    for tool, path in build_all(nodes=nodes).items():
-        print(f"{tool:24} {path}")
+    for name, path in build_all(nodes=nodes).items():
+        print(f"{name:24} {path}")
     print(reason, end="\n" if reason else "")
     return 0
 
@@ -71,6 +76,17 @@ def _kubeconfig(name: str) -> int:
     return 0
 
 
+def _operator(name: str) -> int:
+    access = cluster.kubeconfig(name)
+    storage = cluster.claim(access.parents[1] / "volumes/default/checkpoints", "default", CLAIM)
+    run([str(tool("kubectl")), f"--kubeconfig={access}", "apply", "-f", "-"], stdin=storage)
+    values = f"--values={charts.OPERATOR / 'examples' / 'test-cluster.yaml'}"
+    for chart, given in ((charts.CRDS, []), (charts.OPERATOR, [values, "--wait"])):
+        where = [chart.name, str(chart), f"--namespace={charts.NAMESPACE}", "--create-namespace"]
+        print(charts.helm("upgrade", "--install", *where, *given, kubeconfig=access))
+    return 0
+
+
 def _render(_: str) -> int:
     print(f"wrote {charts.write_install_manifest()}")
     return 0
@@ -82,5 +98,6 @@ _COMMANDS = {
     "down": _down,
     "status": _status,
     "kubeconfig": _kubeconfig,
+    "operator": _operator,
     "render": _render,
 }

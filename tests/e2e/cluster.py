@@ -205,38 +205,41 @@ class Cluster:
     def claim(self, namespace: str, name: str) -> Path:
         """Makes a claim that pods of both nodes can mount for writing; its folder out here."""
         folder = self.folder / "volumes" / namespace / name
-        folder.mkdir(parents=True)
-        folder.chmod(0o777)
-        common = {
-            "storageClassName": "",
-            "accessModes": ["ReadWriteMany"],
-            "volumeMode": "Filesystem",
-        }
-        volume = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": f"{namespace}-{name}"},
-            "spec": common
-            | {
-                "capacity": {"storage": "1Gi"},
-                "claimRef": {"namespace": namespace, "name": name},
-                # Both nodes are this machine: its folders are their shared file system.
-                "hostPath": {"path": str(folder), "type": "Directory"},
-            },
-        }
-        claim = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"namespace": namespace, "name": name},
-            "spec": common
-            | {"volumeName": f"{namespace}-{name}", "resources": {"requests": {"storage": "1Gi"}}},
-        }
-        both = {"apiVersion": "v1", "kind": "List", "items": [volume, claim]}
-        self.server.apply(json.dumps(both))
+        self.server.apply(claim(folder, namespace, name))
         return folder
 
     def down(self) -> None:
         down(self.name)
+
+
+def claim(folder: Path, namespace: str, name: str) -> str:
+    """A claim and its volume, which is that folder of this machine: both nodes are on it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o777)
+    common = {
+        "storageClassName": "",
+        "accessModes": ["ReadWriteMany"],
+        "volumeMode": "Filesystem",
+    }
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{namespace}-{name}"},
+        "spec": common
+        | {
+            "capacity": {"storage": "1Gi"},
+            "claimRef": {"namespace": namespace, "name": name},
+            "hostPath": {"path": str(folder), "type": "Directory"},
+        },
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"namespace": namespace, "name": name},
+        "spec": common
+        | {"volumeName": f"{namespace}-{name}", "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [volume, claim]})
 
 
 def down(name: str) -> bool:
