@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -16,9 +17,13 @@ from pathlib import Path
 import pytest
 from e2e.apiserver import ApiServer
 from e2e.faults import definitions
+from e2e.faults.jobs import job
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.process import free_ports, spawn, wait_for
+from msa_operator import main
+from msa_operator.crd import definitions as definition
+from msa_operator.runtime import act
 from msa_operator.runtime.kube import LEASES, Kube, configuration
 from msa_operator.runtime.lease import Lease, LeaseLost
 from msa_operator.settings import Lease as Timing
@@ -50,19 +55,67 @@ def test_the_control_plane_loads_no_framework():
 
 
 @pytest.mark.slow
-def test_it_waits_for_its_kinds_and_says_which(tmp_path: Path):
+def test_it_waits_for_its_kinds_and_does_nothing_that_they_cannot_remember(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(act, "UPGRADE_S", 0.5)
     server = ApiServer.start(tmp_path)
+    clusters = "/apis/ray.io/v1/namespaces/default/rayclusters"
     try:
         with Running(server, "http://127.0.0.1:9", "default") as running:
             wait_for(lambda: "longcontextjobs" in "".join(running.operator.unready()),
                      "it said what is missing", 30)  # fmt: skip
             assert running.operator.unhealthy() == []
             definitions.install(server)
+            older(server)
             wait_for(lambda: running.operator.unready() == [], "it was ready", 60)
             wait_for(lambda: running.operator.lease.held, "it held the Lease", 30)
+            server.kubectl("create", "-f", "-", stdin=json.dumps(job("small", "default")))
+            events = "/api/v1/namespaces/default/events"
+            wait_for(lambda: b"OldDefinitions" in server.get(events), "it said what to do", 30)
+            assert json.loads(server.get(clusters))["items"] == []
+            definitions.install(server)
+            wait_for(lambda: json.loads(server.get(clusters))["items"], "it went on", 60)
         assert running.code == 0
     finally:
         server.stop()
+
+
+def older(server: ApiServer) -> None:
+    """The custom resource as a version had it that kept no intent."""
+    made = definition()["longcontextjobs.yaml"]
+    (served,) = made["spec"]["versions"]
+    shown = served["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+    del shown["intent"]
+    server.apply(json.dumps(made))
+
+
+def test_what_the_watches_miss_the_next_list_brings(
+    api_server: ApiServer, simulator: Simulator, world: World
+):
+    with Running(api_server, simulator.heads_url, world.namespace, resyncSeconds=1) as running:
+        wait_for(lambda: running.operator.lease.held, "it held the Lease", 30)
+        running.operator._watches._received = lambda *_: None
+        world.create("small", {"suspend": True})
+        world.until("small", "Suspended", 30)
+        world.delete("small")
+        wait_for(lambda: not running.operator.store.known(), "it was forgotten", 30)
+
+
+def test_health_names_what_is_wrong(
+    api_server: ApiServer, simulator: Simulator, world: World, monkeypatch: pytest.MonkeyPatch
+):
+    operator = Running(api_server, simulator.heads_url, world.namespace).operator
+    assert operator.unhealthy() == [] and operator.unready() == ["objects are being read"]
+    monkeypatch.setattr(main, "STARVED_S", -1.0)
+    operator._working = operator._synced = True
+    operator.queue.add(("team", "small"))
+    operator._watches._signs = {"/api/v1/pods": time.monotonic() - 1000}
+    told = "; ".join(operator.unhealthy())
+    for words in ("watch of /api/v1/pods has been silent", "the watches have ended",
+                  "for a worker", "a round has been going on"):  # fmt: skip
+        assert words in told
+    operator.health.stop()
 
 
 def lease(server: ApiServer, world: World, holder: str) -> Lease:

@@ -31,6 +31,9 @@ from msa_operator.runtime.look import Look
 from msa_operator.runtime.memory import Memory, Seen
 from msa_operator.runtime.store import JobObject, Store
 
+UPGRADE_S = 30.0
+"""Between two looks whether the custom resource definitions have been upgraded."""
+
 _log = logging.getLogger(__name__)
 _FENCED = (
     do.DeleteCluster, do.ReleaseWorkers, do.ForceDeletePod, do.DeleteJob, do.RemoveFinalizer,
@@ -165,7 +168,15 @@ class Actor:
     def _persist(self, acting: Acting, intent: Intent) -> None:
         """The intent and all else that the status says, refused when the object has changed."""
         before = acting.look.state.intent
-        self._write(acting, intent)
+        kept = status.read(self._write(acting, intent).get("status"))
+        if kept != intent:
+            told = (
+                "the API server did not keep what was written: the custom resource definitions "
+                "are older than the operator; upgrade flash-msa-crds"
+            )
+            self._tell(acting, "OldDefinitions", told)
+            # Nothing is done that could not be known again after a restart.
+            raise Again(told, UPGRADE_S, failed=True)
         namespace = acting.look.owner.namespace
         if before.phase != intent.phase:
             self._metrics.left(before.phase, acting.look.state.age(before.since))
@@ -193,7 +204,7 @@ class Actor:
             raise Again(f"status: {error}") from None
         return None
 
-    def _write(self, acting: Acting, intent: Intent) -> None:
+    def _write(self, acting: Acting, intent: Intent) -> dict[str, Any]:
         job = acting.look.job
         patch = {
             "metadata": {"resourceVersion": job.meta.version},
@@ -204,6 +215,7 @@ class Actor:
         )
         self._store.wrote(JOBS, answer)
         acting.memory.status_written = time.monotonic()
+        return answer
 
     def _difference(self, acting: Acting, intent: Intent) -> dict[str, Any]:
         look = acting.look
