@@ -85,7 +85,12 @@ def test_rows_beyond_32_bit_offsets_keep_their_place() -> None:
     assert offset.dtype == torch.int64
 
 
-def test_plans_are_shared_and_the_cache_is_bounded() -> None:
+def test_plans_are_shared_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = plan(Window(5), *whole(10, 10))
+    for n in range(1, 3 * plans.PLANS_KEPT):
+        plan(Dense(), *whole(n, n))
+    assert plan(Window(5), *whole(10, 10)) is small, "small plans are many, as in a ring"
+    monkeypatch.setattr(plans, "ROWS_KEPT", 0)
     first = plan(Window(7), *whole(50, 50))
     assert plan(Window(7), *whole(50, 50)) is first
     for n in range(1, plans.PLANS_KEPT + 5):

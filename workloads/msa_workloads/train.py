@@ -38,7 +38,8 @@ from msa_workloads.optimizer import (
 )
 from msa_workloads.parallel.collective import on_rank_zero, sum_over_ranks
 from msa_workloads.parallel.fsdp import reduce_on_last
-from msa_workloads.parallel.mesh import Mesh, build_mesh, check_supported, join_world
+from msa_workloads.parallel.mesh import Mesh, World, build_mesh, check_supported, join_world
+from msa_workloads.parallel.watch import Watch
 from msa_workloads.progress import ALONE, Control, Sink, StepRow
 from msa_workloads.runspec import RunSpec
 from msa_workloads.sources import open_source
@@ -75,7 +76,6 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     :class:`~msa_workloads.sources.DataError` for unreadable data,
     :class:`~msa_workloads.checkpoint.CheckpointError`, and :class:`DivergedError`.
     """
-    started = time.time()
     check_supported(spec)
     if spec.threads:
         torch.set_num_threads(spec.threads)
@@ -83,6 +83,12 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
     # kernels do not, and refusing them would refuse the run.
     torch.use_deterministic_algorithms(spec.device == "cpu")
     world = join_world(spec.device)
+    with Watch():
+        return _run(spec, sink, control, world)
+
+
+def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str, Any]:
+    started = time.time()
     mesh = build_mesh(spec.mesh, world, heads=spec.context.heads)
     torch.manual_seed(spec.training.seed)
 
