@@ -59,6 +59,7 @@ def test_what_a_newer_version_wrote_is_passed_over():
 @pytest.mark.parametrize("raw", [
     {"phase": "Asleep"}, {"intent": {"since": "yesterday"}}, {"attempts": [{"number": "one"}]},
     {"intent": {"since": "2026-99-99T00:00:00Z"}}, {"ray": {"epoch": -1}}, {"attempts": "none"},
+    {"phase": "Complete"}, {"phase": "Running", "attempts": []},
 ])  # fmt: skip
 def test_a_status_that_cannot_be_read_is_an_error(raw: dict[str, Any]):
     with pytest.raises(JobError):

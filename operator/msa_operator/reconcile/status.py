@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from msa_operator.api import status as api
-from msa_operator.api.problems import JobError
+from msa_operator.api.problems import JobError, Problem
 from msa_operator.api.read import Reader, model_of
 from msa_operator.api.schema import Model
 from msa_operator.reconcile.conditions import Condition
@@ -84,6 +84,12 @@ def read(raw: Any) -> Intent:
     found = reader.read(api.JobStatus, _known(api.JobStatus, wanted))
     if found is None:
         raise JobError(reader.problems)
+    if found.intent is None and found.phase not in (None, "Pending"):
+        # Its deadlines would count from 1970, and the job be failed or deleted at once.
+        raise JobError([Problem(
+            "status.intent", f"is missing in phase {found.phase}",
+            "what the operator wrote; without it the job is left alone",
+        )])  # fmt: skip
     kept, ray = found.intent or api.Intent(), found.ray or api.Ray()
     try:
         return Intent(
@@ -107,7 +113,7 @@ def read(raw: Any) -> Intent:
             accepted=tuple(sorted(kept.accepted.items())),
         )
     except ValueError as error:  # a text that only looks like a time
-        raise JobError([]) from error
+        raise JobError([Problem("status", str(error))]) from error
 
 
 def conditions(raw: Any) -> tuple[Condition, ...]:

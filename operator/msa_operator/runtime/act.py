@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msa_operator.api import JobError
 from msa_operator.api.values import duration
 from msa_operator.metrics import Metrics
 from msa_operator.metrics import Progress as ProgressMetrics
@@ -78,6 +79,7 @@ class Actor:
         """Raises when the Lease is not ours any more."""
         self._every = every
         """Seconds between two writes that follow no decision."""
+        self._remembers = False
 
     def carry_out(self, look: Look, decision: Decision, memory: Memory) -> float | None:
         """Do it; seconds after which a status that was held back may be written.
@@ -168,15 +170,9 @@ class Actor:
     def _persist(self, acting: Acting, intent: Intent) -> None:
         """The intent and all else that the status says, refused when the object has changed."""
         before = acting.look.state.intent
-        kept = status.read(self._write(acting, intent).get("status"))
-        if kept != intent:
-            told = (
-                "the API server did not keep what was written: the custom resource definitions "
-                "are older than the operator; upgrade flash-msa-crds"
-            )
-            self._tell(acting, "OldDefinitions", told)
-            # Nothing is done that could not be known again after a restart.
-            raise Again(told, UPGRADE_S, failed=True)
+        if not self._remembers:
+            self._try(acting, intent)
+        self._write(acting, intent)
         namespace = acting.look.owner.namespace
         if before.phase != intent.phase:
             self._metrics.left(before.phase, acting.look.state.age(before.since))
@@ -186,6 +182,24 @@ class Actor:
         was = before.attempt
         if was is not None and intent.attempt is None and intent.attempts:
             self._metrics.attempt_ended(namespace, intent.attempts[-1].reason)
+
+    def _try(self, acting: Acting, intent: Intent) -> None:
+        """Once per process: whether the API server would keep all of an intent.
+
+        Half of one would be worse than none, and a restart must know what was done before it.
+        """
+        patched = self._patch(acting, intent, dry_run=True).get("status")
+        try:
+            self._remembers = status.read(patched) == intent
+        except JobError:
+            self._remembers = False
+        if not self._remembers:
+            told = (
+                "the API server does not keep what the operator has to remember: the custom "
+                "resource definitions are older than the operator; upgrade flash-msa-crds"
+            )
+            self._tell(acting, "OldDefinitions", told)
+            raise Again(told, UPGRADE_S, failed=True)
 
     def _show(self, acting: Acting) -> float | None:
         """Write the status where it says something else now, but not too often."""
@@ -204,18 +218,19 @@ class Actor:
             raise Again(f"status: {error}") from None
         return None
 
-    def _write(self, acting: Acting, intent: Intent) -> dict[str, Any]:
+    def _write(self, acting: Acting, intent: Intent) -> None:
+        self._store.wrote(JOBS, self._patch(acting, intent))
+        acting.memory.status_written = time.monotonic()
+
+    def _patch(self, acting: Acting, intent: Intent, *, dry_run: bool = False) -> dict[str, Any]:
         job = acting.look.job
         patch = {
             "metadata": {"resourceVersion": job.meta.version},
             "status": self._difference(acting, intent),
         }
-        answer = self._kube.patch(
-            JOBS, job.meta.namespace, job.meta.name, patch, subresource="status"
+        return self._kube.patch(
+            JOBS, job.meta.namespace, job.meta.name, patch, subresource="status", dry_run=dry_run
         )
-        self._store.wrote(JOBS, answer)
-        acting.memory.status_written = time.monotonic()
-        return answer
 
     def _difference(self, acting: Acting, intent: Intent) -> dict[str, Any]:
         look = acting.look

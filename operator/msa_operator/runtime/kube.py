@@ -183,12 +183,17 @@ class Kube:
     def patch(
         self, resource: Resource, namespace: str, name: str, body: Any, *,
         subresource: str = "", kind: str = MERGE, manager: str = FIELD_MANAGER,
+        dry_run: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         path = resource.path(namespace, name, subresource)
         what = f"{resource.plural}/{subresource}" if subresource else resource.plural
+        query = {"fieldManager": manager}
+        if dry_run:
+            query["dryRun"] = "All"
         return self.call(
-            "PATCH", path, what, body=body, query={"fieldManager": manager}, content=kind
-        )
+            "PATCH", path, what, body=body, query=query, content=kind,
+            verb="DRYRUN" if dry_run else "",
+        )  # fmt: skip
 
     def delete(
         self, resource: Resource, namespace: str, name: str, uid: str, *, grace: int | None = None
