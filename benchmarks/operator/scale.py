@@ -216,7 +216,7 @@ def measure(jobs: int, workers: int, folder: Path) -> dict[str, Any]:
         simulator = Simulator(server, nodes=8, stride=STEPS_PER_LOOK)
         simulator.hold = True
         config = access.kubeconfig(server, server.url, folder / "operator.conf")
-        operator = Operator(folder / "operator", config, simulator.heads_url, {
+        operator = Operator(None, folder / "operator", config, simulator.heads_url, {
             "progressSeconds": 15, "resyncSeconds": 300})  # fmt: skip
         operator.start()
         idle = operator.memory_mib()

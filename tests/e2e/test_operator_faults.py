@@ -332,7 +332,7 @@ def strangers(server: ApiServer, world: World) -> list[dict[str, Any]]:
     return [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, "name": "bare"}, "spec": pod},
         {"apiVersion": "v1", "kind": "Pod", "spec": pod,
-         "metadata": {**meta, "name": "odd", "labels": {**labels, "ray.io/node-type": "?"}}},
+         "metadata": {**meta, "name": "odd", "labels": {**labels, "ray.io/node-type": "odd"}}},
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {**meta, "name": "odd"},
          "data": {"runspec.json": "{"}},
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from ..paths import REPOSITORY
-from ..process import Process, free_ports, wait_for
+from ..process import Process, free_ports, spawn, wait_for
 from .access import NAMESPACE
 
 START_S = 90.0
@@ -76,7 +76,8 @@ class Zygote:
 class Operator:
     """One operator, with what it was installed with."""
 
-    zygote: Zygote
+    zygote: Zygote | None
+    """None starts it from nothing, as a container does."""
     folder: Path
     kubeconfig: Path
     heads: str
@@ -103,7 +104,12 @@ class Operator:
                  "head-address": self.heads, "log-format": "text"}  # fmt: skip
         argv = [f"--{name}={value}" for name, value in where.items()]
         env = {"POD_NAMESPACE": self.namespace, "POD_NAME": self.name}
-        self.process = self.zygote.spawn(argv, env, self.log)
+        if self.zygote is None:
+            command = [sys.executable, "-m", "msa_operator.main", *argv]
+            whole = {**os.environ, **env}
+            self.process = spawn("operator", command, self.log, whole, with_parent=True)
+        else:
+            self.process = self.zygote.spawn(argv, env, self.log)
         self.starts += 1
         if ready:
             wait_for(self.ready, "the operator was ready", START_S, needs=[self.process],

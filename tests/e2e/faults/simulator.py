@@ -11,8 +11,8 @@ import base64
 import contextlib
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -28,6 +28,7 @@ TOKEN = "simulated"
 LEASE_S = 0.05
 """Between a change and the work on it: changes that come together are worked on once."""
 Key = tuple[str, str]
+T = TypeVar("T")
 
 
 class Simulator:
@@ -200,8 +201,7 @@ class Simulator:
                 if not self._members[owner]:
                     del self._members[owner]
             else:
-                self.pods[key] = pod
-                self._members[owner].add(key[1])
+                self._see(pod)
                 # An orphan's kubelet works on as well: nobody else would let the pod go.
                 if pod["metadata"].get("deletionTimestamp") and owner not in self.clusters:
                     self._loop.begin(self._kubelet(pod))
@@ -300,7 +300,13 @@ class Simulator:
         }  # fmt: skip
         with _there_already():
             path = f"/api/v1/namespaces/{namespace}/pods"
-            await self._write("create pods", self.api.create(path, pod))
+            # Known at once: a round that came before its event would make another.
+            self._see(await self._write("create pods", self.api.create(path, pod)))
+
+    def _see(self, pod: Object) -> None:
+        key, owner = _key(pod), _owner(pod)
+        self.pods[key] = pod
+        self._members[owner].add(key[1])
 
     def _place(self) -> Object:
         """The scheduler's choice, or none."""
@@ -353,7 +359,7 @@ class Simulator:
             "containerStatuses": [running],
         }  # fmt: skip
         path = f"{_path(pod)}/status"
-        await self._write("patch pods/status", self.api.patch(path, {"status": status}))
+        self._see(await self._write("patch pods/status", self.api.patch(path, {"status": status})))
 
     def _head(self, pod: Object) -> None:
         owner = _owner(pod)
@@ -382,9 +388,9 @@ class Simulator:
             path = f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters/{name}/status"
             await self._write("patch rayclusters/status", self.api.patch(path, {"status": status}))
 
-    async def _write(self, what: str, request: Any) -> None:
+    async def _write(self, what: str, request: Coroutine[Any, Any, T]) -> T:
         self.writes[what] += 1
-        await request
+        return await request
 
 
 def _with_token(spec: Object, secret: str) -> Object:
