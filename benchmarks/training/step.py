@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument("--loss-chunk", type=int, default=8192)
     parser.add_argument("--mlp-chunk", type=int, default=16384)
     parser.add_argument("--checkpointing", default="selective")
-    parser.add_argument("--loss-kernel", default="torch")
+    parser.add_argument("--loss-kernel", default="auto")
+    parser.add_argument("--keep-projections", type=int, default=2)
     parser.add_argument("--label", default="", help="put beside the name of each row")
     parser.add_argument("--profile", help="folder for a table of kernels of each row's last step")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
@@ -180,6 +181,7 @@ def _subject(who: str, shape: Any, world: Any, a: argparse.Namespace) -> Any:
     memory = MemorySpec(
         checkpointing=a.checkpointing, loss_chunk=a.loss_chunk, mlp_chunk=a.mlp_chunk,
         parameters=narrow, optimizer_states=narrow, loss_kernel=a.loss_kernel,
+        keep_projections=a.keep_projections if a.checkpointing == "selective" else 0,
     )  # fmt: skip
     return Ours(shape, a.tokens, world, memory)
 

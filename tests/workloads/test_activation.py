@@ -72,6 +72,7 @@ SAVERS = [
     MemorySpec(checkpointing="full"),
     MemorySpec(checkpointing="selective"),
     MemorySpec(mlp_chunk=20, loss_chunk=17),
+    MemorySpec(checkpointing="selective", keep_projections=3, mlp_chunk=50),
     MemorySpec(checkpointing="selective", mlp_chunk=96, loss_chunk=200),
     MemorySpec(checkpointing="full", offload_checkpoints=True, mlp_chunk=31),
     MemorySpec(checkpointing="full", checkpoint_layers=2, loss_chunk=1),
@@ -157,6 +158,9 @@ def test_what_is_computed_again_is_what_the_switch_says() -> None:
     # A tiled MLP computes its first two again itself, also under a checkpoint, and only once.
     assert again(MemorySpec(mlp_chunk=96)) == (2 * LAYERS, 0)
     assert again(MemorySpec(checkpointing="selective", mlp_chunk=96)) == (6 * LAYERS, 0)
+    # Of two layers the products around attention, four each, are kept.
+    kept = MemorySpec(checkpointing="selective", keep_projections=2)
+    assert again(kept) == (6 * LAYERS - 4 * 2, 0)
     # Segments of layers 0-1, 2-3 and 4: layers 0 and 2 run whole once more.
     in_pairs = MemorySpec(checkpointing="full", checkpoint_layers=2)
     assert again(in_pairs) == (6 * LAYERS + 7 * 2, LAYERS + 2)
@@ -249,6 +253,7 @@ def test_evaluation_keeps_nothing_and_runs_in_tiles() -> None:
             "found 3 without offload_checkpoints",
         ),
         ({"memory": {"parameters": "bf16"}}, "found 'bf16' with training.precision 'fp32'"),
+        ({"memory": {"keep_projections": 1}}, "use checkpointing: selective"),
         ({"memory": {"loss_kernel": "liger"}}, "need device: gpu and a loss_chunk"),
     ],
 )

@@ -6,7 +6,7 @@ depend on how a step is split into micro-batches and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
 from typing import Any
 
 import torch
@@ -37,19 +37,21 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def chunked_linear_loss(
-    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, chunk: int
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, chunk: int, kernel: str = "auto"
 ) -> torch.Tensor:
     """:func:`summed_loss` of ``head(hidden)`` without ever holding all logits.
 
     ``hidden`` is (batch, sequence, size), ``head`` a linear layer. At most ``chunk`` tokens'
     logits exist at a time, and they are computed once: where a gradient will be asked for, it is
     made in forward from the logits at hand. The head's gradient is added up over chunks in fp32
-    (fp64 for fp64).
+    (fp64 for fp64). ``kernel`` is "auto", which takes this package's own kernel for the
+    cross-entropy on GPUs, or "torch".
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     return _LinearLoss.apply(
-        hidden.flatten(0, -2), weight, bias, labels.flatten(), chunk, torch.is_grad_enabled()
-    )
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), chunk, torch.is_grad_enabled(),
+        kernel,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -79,10 +81,10 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        labels: torch.Tensor, chunk: int, backward: bool,
+        labels: torch.Tensor, chunk: int, backward: bool, kernel: str,
     ) -> torch.Tensor:  # fmt: skip
         backward = backward and any(ctx.needs_input_grad)
-        losses, gradient = _steps(hidden.device)
+        step = _own_step if kernel == "auto" and _has_own(hidden) else _torch_step
         tiles = [slice(at, at + chunk) for at in range(0, len(hidden), chunk)]
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         dhidden = torch.empty_like(hidden) if backward else None
@@ -91,16 +93,15 @@ class _LinearLoss(torch.autograd.Function):
         for tile in tiles:
             rows = hidden[tile]
             logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-            loss, lse = losses(logits, labels[tile])
+            loss, dlogits = step(logits, labels[tile], backward)
+            del logits
             total += loss
             if dhidden is not None and dweight is not None:
-                dlogits = gradient(logits, labels[tile], lse)
-                del logits
                 torch.mm(dlogits, weight, out=dhidden[tile])
                 dweight.add_product(dlogits, rows)
                 if dbias is not None:
                     dbias.add_rows(dlogits)
-                del dlogits
+            del dlogits
         ctx.grads = dhidden, dweight, dbias
         return total
 
@@ -109,21 +110,37 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
         (dhidden, dweight, dbias), ctx.grads = ctx.grads, None
         dbias = None if dbias is None else dbias.scaled(scale)
-        return dhidden.mul_(scale), dweight.scaled(scale), dbias, None, None, None
+        return dhidden.mul_(scale), dweight.scaled(scale), dbias, *(None,) * 4
 
 
-Steps = tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., torch.Tensor]]
+def _has_own(hidden: torch.Tensor) -> bool:
+    """Whether the kernel of :mod:`msa_workloads.cross_entropy` serves such tensors here."""
+    return (
+        hidden.is_cuda
+        and hidden.dtype != torch.float64
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
-def _steps(device: torch.device) -> Steps:
-    """From logits to losses, and from both to gradients: each compiled where that pays.
+def _own_step(
+    logits: torch.Tensor, labels: torch.Tensor, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss, and the gradient for the logits, in their memory."""
+    from msa_workloads.cross_entropy import cross_entropy_
 
-    They return new tensors: a step that wrote its gradient over the logits was compiled into one
-    that read the label's logit afterwards.
-    """
-    if elementwise.wants(device):
-        return elementwise.compiled(_summed), elementwise.compiled(_gradient)
-    return _summed, _gradient
+    return cross_entropy_(logits, labels, IGNORE, backward).sum(), logits
+
+
+def _torch_step(
+    logits: torch.Tensor, labels: torch.Tensor, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in new memory: a step that wrote its gradient over the logits was compiled into
+    one that read the label's logit afterwards."""
+    losses, gradient = _summed, _gradient
+    if elementwise.wants(logits.device):
+        losses, gradient = elementwise.compiled(_summed), elementwise.compiled(_gradient)
+    loss, lse = losses(logits, labels)
+    return loss, gradient(logits, labels, lse) if backward else logits
 
 
 def _summed(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

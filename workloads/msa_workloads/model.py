@@ -40,15 +40,15 @@ class LanguageModel(nn.Module):
     """A causal language model that returns losses, so that logits need never be whole."""
 
     def __init__(
-        self, model: Any, loss_chunk: int, *, split: bool = False, liger: bool = False
+        self, model: Any, loss_chunk: int, *, split: bool = False, kernel: str = "auto"
     ) -> None:
-        """``split`` says that ``model`` is split over tensor ranks, ``liger`` whose kernels
-        compute the chunks of the loss."""
+        """``split`` says that ``model`` is split over tensor ranks, ``kernel`` who computes the
+        chunks of the loss (:class:`~msa_workloads.runspec.MemorySpec`)."""
         super().__init__()
         self.model = model
         self._loss_chunk = loss_chunk
         self._split = split
-        self._liger = liger
+        self._kernel = kernel
         self.activations: activation.Activations | None = None
         if loss_chunk:
             for name in LOGIT_TRANSFORMS:
@@ -90,9 +90,9 @@ class LanguageModel(nn.Module):
                 return losses(hidden, head.weight, batch.labels, self._loss_chunk)
             if per_token:
                 return chunked_token_losses(hidden, head, batch.labels, self._loss_chunk)
-            if self._liger:
+            if self._kernel == "liger":
                 return liger_linear_loss(hidden, head, batch.labels)
-            return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk)
+            return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk, self._kernel)
         logits = self.model(input_ids=batch.tokens, position_ids=batch.positions, **extra).logits
         return (token_losses if per_token else summed_loss)(logits, batch.labels)
 
@@ -142,13 +142,13 @@ def build_model(
     split = mesh is not None and mesh[MeshAxisName.TP].size() > 1
     if mesh is not None and split:
         parallelize(inner, mesh[MeshAxisName.TP])
-    liger = spec.memory.loss_kernel == "liger"
-    if liger and importlib.util.find_spec("liger_kernel") is None:
+    kernel = spec.memory.loss_kernel
+    if kernel == "liger" and importlib.util.find_spec("liger_kernel") is None:
         raise UnsupportedError(
             "memory.loss_kernel: found 'liger', and the package liger-kernel is not installed "
-            "here; install it, or use loss_kernel: torch"
+            "here; install it, or use loss_kernel: auto"
         )
-    model = LanguageModel(inner, spec.memory.loss_chunk, split=split, liger=liger)
+    model = LanguageModel(inner, spec.memory.loss_chunk, split=split, kernel=kernel)
     model.activations = activations
     model.train()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}

@@ -125,6 +125,8 @@ class MemorySpec:
 
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What of a layer is computed again in backward: nothing, all but attention, all."""
+    keep_projections: int = 0
+    """Of how many layers, the last ones, ``selective`` keeps the products around attention too."""
     checkpoint_layers: int = 1
     """Layers for each input that is kept; those between are run once more in backward."""
     offload_checkpoints: bool = False
@@ -139,8 +141,9 @@ class MemorySpec:
     """dtype of weights between steps; bf16 keeps no fp32 master copy."""
     loss_chunk: int = 0
     """Tokens per chunk of the linear cross-entropy; 0 computes all logits at once."""
-    loss_kernel: Literal["torch", "liger"] = "torch"
-    """Who computes the chunks: this package, or Liger (GPUs; it picks its own chunk)."""
+    loss_kernel: Literal["auto", "torch", "liger"] = "auto"
+    """Who computes the chunks: this package's kernel on GPUs and torch elsewhere, torch, or Liger
+    (GPUs; it picks its own chunk)."""
     mlp_chunk: int = 0
     """Tokens per tile of the MLP; 0 runs it whole."""
 

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from msa_workloads.parallel import elementwise
 from msa_workloads.parallel.mesh import UnsupportedError
@@ -35,6 +39,9 @@ ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 )
 """Operators whose results ``selective`` keeps: their cost grows faster than their output."""
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+"""Operators of linear layers."""
 
 
 @dataclass
@@ -58,7 +65,14 @@ def check(spec: RunSpec) -> None:
                     f"memory.{name}: found {found!r} with checkpointing 'none', which keeps no "
                     f"checkpoints; use checkpointing: selective or full, or {name}: {off!r}"
                 )
-    for name in ("checkpoint_layers", "checkpoints_on_device", "mlp_chunk", "loss_chunk"):
+    if memory.keep_projections and memory.checkpointing != "selective":
+        raise UnsupportedError(
+            f"memory.keep_projections: found {memory.keep_projections} with checkpointing "
+            f"{memory.checkpointing!r}; use checkpointing: selective, or keep_projections: 0"
+        )
+    for name in (
+        "checkpoint_layers", "checkpoints_on_device", "keep_projections", "mlp_chunk", "loss_chunk"
+    ):  # fmt: skip
         least = 1 if name == "checkpoint_layers" else 0
         if (found := getattr(memory, name)) < least:
             raise UnsupportedError(f"memory.{name}: found {found}, must be at least {least}")
@@ -76,7 +90,7 @@ def check(spec: RunSpec) -> None:
         raise UnsupportedError(
             f"memory.loss_kernel: found 'liger' with device {spec.device!r} and loss_chunk "
             f"{memory.loss_chunk}; Liger's kernels need device: gpu and a loss_chunk (it picks "
-            "its own size); use loss_kernel: torch"
+            "its own size); use loss_kernel: auto"
         )
 
 
@@ -126,6 +140,27 @@ def _kept_operators() -> list[Any]:
     return found
 
 
+class _Policy:
+    """Which operators' results a layer keeps through its checkpoint."""
+
+    def __init__(self, layer: Any, projections: bool) -> None:
+        self.inside = False
+        """Whether the layer's attention module runs at the moment."""
+        if projections:
+            layer.self_attn.register_forward_pre_hook(functools.partial(self._mark, True))
+            layer.self_attn.register_forward_hook(
+                functools.partial(self._mark, False), always_call=True
+            )
+
+    def _mark(self, inside: bool, *_: Any) -> None:
+        self.inside = inside
+
+    def __call__(self, _context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator in _kept_operators() or (self.inside and operator in PRODUCTS):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 Inner = Callable[..., Tensor]
 
 
@@ -135,6 +170,8 @@ class _Stack:
     def __init__(self, layers: nn.ModuleList, memory: MemorySpec, done: Activations) -> None:
         self.layers, self.memory, self.done = list(layers), memory, done
         self.inner: list[Inner] = [layer.forward for layer in layers]
+        more = len(self.layers) - memory.keep_projections
+        self.policies = [_Policy(layer, n >= more) for n, layer in enumerate(self.layers)]
         self.kept: dict[int, _Input] = {}
         """Inputs of the pass at hand that are in host memory, by layer."""
         starts = range(0, len(self.layers), memory.checkpoint_layers)
@@ -155,7 +192,7 @@ class _Stack:
         contexts = {}
         if self.memory.checkpointing == "selective":
             contexts["context_fn"] = functools.partial(
-                create_selective_checkpoint_contexts, _kept_operators()
+                create_selective_checkpoint_contexts, self.policies[number]
             )
         if kept is None:
             return checkpoint(run, hidden, use_reentrant=False, **contexts)

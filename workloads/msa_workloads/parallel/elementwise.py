@@ -7,6 +7,7 @@ each reads its inputs once and writes its result once. Results agree to rounding
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from torch import nn
 
 ROTATION = "apply_rotary_pos_emb"
 """The function by which Hugging Face's model files rotate queries and keys."""
+ARGUMENTS = ("q", "k", "cos", "sin", "unsqueeze_dim")
+"""What it takes; one that takes anything else is left as it is."""
 
 
 @functools.cache
@@ -45,7 +48,28 @@ def fuse(model: nn.Module) -> list[str]:
         source = sys.modules.get(kind.__module__)
         rotation = getattr(source, ROTATION, None)
         if rotation is not None and kind.__name__.endswith("Attention"):
-            if not hasattr(rotation, "_torchdynamo_orig_callable"):
-                setattr(source, ROTATION, compiled(rotation))
+            if list(inspect.signature(rotation).parameters) != list(ARGUMENTS):
+                continue
+            if not hasattr(rotation, "msa_compiled"):
+                setattr(source, ROTATION, _by_rows(rotation))
             done.append(f"{kind.__module__}.{ROTATION}")
     return sorted(set(done))
+
+
+def _by_rows(rotation: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled rotation that works on (B, S, H, D) in memory, as projections and kernels do.
+
+    Heads come and go as (B, H, S, D) views. Compiled on those, results would be laid out by heads,
+    and each of them and of their gradients copied by whoever reads it next.
+    """
+    inner = compiled(rotation)
+
+    @functools.wraps(rotation)
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        if unsqueeze_dim != 1:
+            return inner(q, k, cos, sin, unsqueeze_dim)
+        q, k = inner(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    rotate.msa_compiled = True  # type: ignore[attr-defined]
+    return rotate

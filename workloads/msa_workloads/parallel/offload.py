@@ -141,7 +141,8 @@ class Parking:
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
             copy(host, tensor)
-            done = self._stream.record_event()
+        done = torch.cuda.Event()
+        done.record(self._stream)
         # Its memory must not be used again before the copy has read it: whoever allocates next
         # on this stream comes after the event.
         self._leaving.append((tensor, done))
@@ -169,7 +170,8 @@ class Parking:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             copy(parked.back, parked.host)
-            parked.done = self._stream.record_event()
+        parked.done = torch.cuda.Event()
+        parked.done.record(self._stream)
 
     def take(self, parked: Parked) -> Tensor:
         """The tensor, on its device; its place in host memory is free again afterwards."""
