@@ -61,8 +61,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "another kind": ({"kind": "RayJob"}, "LongContextJob"),
     "batch that does not divide": ({"spec.sequence.globalBatchTokens": 5000}, "a multiple of"),
     "batch for one worker": (
-        {"spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1},
-        "do not divide over 2"),
+        {"spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1,
+         "spec.parallelism.tensor": 1}, "do not divide over 2"),
     "layer that does not exist": ({"spec.attention.denseLayers": [4]}, "the model has 4 layers"),
     "model that cannot be had": ({"spec.model": {"source": "hf://Qwen/Qwen3-8B"}}, "qwen3-8b"),
     "gpu without gpus": ({**GPU, "spec.model": {"preset": "tiny-llama"}}, "nvidia-smi shows none"),

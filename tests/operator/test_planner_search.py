@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_kernels.pattern import BlockTopK, Dense, PerHead, SinkWindow, Window
+from msa_operator.planner import search
 from msa_operator.planner.degrees import (
     PlanError,
     context_degrees,
@@ -17,19 +18,21 @@ from msa_operator.planner.degrees import (
     ulysses_degrees,
 )
 from msa_operator.planner.explain import efa, lines, to_dict
+from msa_operator.planner.fitting import Candidate, Fitting, Misfit
 from msa_operator.planner.hardware import local, machine
 from msa_operator.planner.modelspec import ModelShape, model_shape
 from msa_operator.planner.presets import PRESETS
 from msa_operator.planner.request import Plan, Request
 from msa_operator.planner.runtime import EVERYTHING, THIS_VERSION
 from msa_operator.planner.search import plan
+from msa_operator.planner.splits import splits
 
 SHAPES = {name: model_shape(config) for name, config in PRESETS.items()}
 P5, P5EN, G6 = machine("p5.48xlarge"), machine("p5en.48xlarge"), machine("g6.48xlarge")
 
 
 def shaped(heads: int, kv_heads: int) -> ModelShape:
-    return dataclasses.replace(SHAPES["llama-3-8b"], heads=heads, kv_heads=kv_heads)
+    return replace(SHAPES["llama-3-8b"], heads=heads, kv_heads=kv_heads)
 
 
 def request(**fields: Any) -> Request:
@@ -54,9 +57,11 @@ def refused(asked: Request, runtime: Any = EVERYTHING) -> PlanError:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "domain", "allowed"),
     [(28, 4, 8, [1, 2, 4]), (52, 52, 8, [1, 2, 4]), (40, 8, 8, [1, 2, 4, 8]),
-     (12, 12, 8, [1, 2, 4]), (32, 8, 6, [1, 2]), (32, 8, 1, [1]), (32, 1, 8, [1])],
+     (12, 12, 8, [1, 2, 4]), (32, 8, 6, [1, 2]), (32, 8, 1, [1]),
+     # More ranks than key/value heads: each has a copy of one.
+     (32, 1, 8, [1, 2, 4, 8]), (28, 2, 8, [1, 2, 4])],
 )  # fmt: skip
-def test_tensor_ranks_get_whole_groups_inside_one_domain(
+def test_tensor_ranks_split_heads_by_group_inside_one_domain(
     heads: int, kv_heads: int, domain: int, allowed: list[int]
 ):
     assert tensor_degrees(shaped(heads, kv_heads), domain) == allowed
@@ -132,19 +137,18 @@ def test_this_version_never_plans_what_its_workers_cannot_run():
     found = plan(request(machines=(P5EN,)), THIS_VERSION)
     assert THIS_VERSION.missing(found.mesh, found.memory, Dense()) == ()
     assert found.rank.total <= found.usable
-    if THIS_VERSION.tensor == 1:
-        error = refused(request(tensor=2), THIS_VERSION)
-        assert [r.field for r in error.refusals] == ["parallelism.tensor"]
-        assert error.refusals[0].nearest == "1"
+    error = refused(request(tensor=2), replace(THIS_VERSION, tensor=1))
+    assert [r.field for r in error.refusals] == ["parallelism.tensor"]
+    assert error.refusals[0].nearest == "1"
     error = refused(request(pattern=BlockTopK(128, 16)), THIS_VERSION)
     assert error.refusals[0].field == "attention.pattern.type"
 
 
 def test_what_a_plan_needs_beyond_this_version_is_named():
     found = plan(request(tensor=2, context=4), EVERYTHING)
-    missing = THIS_VERSION.missing(found.mesh, found.memory, BlockTopK(1, 1))
-    if THIS_VERSION.tensor == 1:
-        assert missing[0] == "tensor 2 (1 works)"
+    older = replace(THIS_VERSION, tensor=1)
+    missing = older.missing(found.mesh, found.memory, BlockTopK(1, 1))
+    assert missing[0] == "tensor 2 (1 works)"
     assert any("BlockTopK" in m for m in missing)
 
 
@@ -220,7 +224,7 @@ def check(asked: Request, found: Plan, *, runtime: Any) -> None:
     assert asked.least <= mesh.world_size <= asked.most
     assert mesh.world_size == mesh.tensor * mesh.context * mesh.data_shard * mesh.data_replicate
     assert (found.machines * found.machine.count) % mesh.world_size == 0
-    assert asked.shape.kv_heads % mesh.tensor == 0 and found.machine.domain % mesh.tensor == 0
+    assert mesh.tensor in tensor_degrees(asked.shape, found.machine.domain)
     assert mesh.context == 1 or asked.length % (2 * mesh.context) == 0
     assert asked.tensor in (None, mesh.tensor) and asked.context in (None, mesh.context)
     sequences = found.micro_batch * found.accumulation * mesh.data_ranks
@@ -242,6 +246,50 @@ def test_plans_divide_fit_and_keep_what_was_asked(asked: Request, runtime: Any):
         return
     check(asked, found, runtime=runtime)
     assert plan(asked, runtime) == found, "the same question has the same answer"
+
+
+def exhaustive(asked: Request, runtime: Any) -> tuple[list[Candidate], list[Misfit]]:
+    """Every mesh on every machine, each looked at for itself."""
+    found, misfits = [], {}
+    for one in asked.machines:
+        for split in splits(asked, runtime, one):
+            for mesh in split.meshes:
+                fitting = Fitting(asked, runtime)
+                runs, misfit = fitting.split(one, replace(split, meshes=(mesh,)), 0.0)
+                found += runs
+                key = one.name, split.ranks, split.degrees
+                if misfit and (key not in misfits or misfit.excess < misfits[key].excess):
+                    misfits[key] = misfit
+    return found, sorted(misfits.values(), key=lambda m: m.excess)
+
+
+@settings(deadline=None, max_examples=25)
+@given(requests(), st.sampled_from([EVERYTHING, THIS_VERSION]))
+def test_what_the_search_leaves_out_changes_nothing(asked: Request, runtime: Any):
+    found, misfits = exhaustive(asked, runtime)
+    reasons = [search._reason(misfit, asked) for misfit in misfits]
+    try:
+        best = plan(asked, runtime)
+    except PlanError as error:
+        assert not found
+        assert error.rejected == tuple(map(str, reasons[:64]))
+        return
+    wanted = min(found, key=search._preference(found))
+    assert (best.machine, best.mesh) == (wanted.machine, wanted.mesh)
+    assert (best.memory, best.micro_batch) == (wanted.setting.memory, wanted.setting.micro)
+    slower = search._alternatives(wanted, found)
+    assert best.rejected[: len(slower)] == tuple(slower)
+    assert set(best.rejected[len(slower) :]) <= set(reasons)
+    assert len(best.rejected) == min(64, len(slower) + len(reasons))
+
+
+def test_tensor_ranks_with_fewer_heads_than_patterns_are_noted_and_slower():
+    pattern = PerHead((Window(1024), Dense()))
+    even = plan(request(pattern=pattern, tensor=4, least=8, most=8), EVERYTHING)
+    uneven = plan(request(pattern=pattern, tensor=8, least=8, most=8), EVERYTHING)
+    assert not any("unevenly" in note for note in even.notes)
+    assert any("attend unevenly: the busiest 1.9" in note for note in uneven.notes)
+    assert (uneven.step_seconds or 0) > 1.3 * (even.step_seconds or 0)
 
 
 @settings(deadline=None, max_examples=40)

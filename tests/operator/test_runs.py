@@ -106,7 +106,10 @@ def test_fixed_degrees():
 def test_impossible_plans_name_the_field():
     ((path, what, nearest),) = problems({"spec.attention.denseLayers": [4]})
     assert (path, nearest) == ("spec.attention.denseLayers[0]", "3") and "4 layers" in what
-    odd = {"spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1}
+    odd = {
+        "spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1,
+        "spec.parallelism.tensor": 1,
+    }  # fmt: skip
     ((path, _, _),) = problems(odd)
     assert path == "spec.sequence.globalBatchTokens"
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from msa_kernels.pattern import Pattern, PerHead, SinkWindow, Window
+from msa_workloads import heads
 
 from msa_operator.planner.degrees import (
     PlanError,
     Refusal,
     context_refusal,
-    nearest,
-    tensor_degrees,
     tensor_refusal,
     ulysses_degrees,
 )
@@ -72,16 +71,19 @@ def _degrees(request: Request) -> list[Refusal]:
     shape = request.shape
     if request.tensor is not None:
         if request.fixed:
-            # Forced: fast links are not required, whole key/value groups still are.
-            allowed = tensor_degrees(shape, request.tensor * shape.kv_heads)
+            # Forced: fast links are not required, heads and an MLP that split still are.
+            allowed = heads.tensor_degrees(shape.heads, shape.kv_heads, shape.intermediate)
             if request.tensor not in allowed:
                 out.append(Refusal(
                     "parallelism.tensor",
                     f"found {request.tensor} for {shape.heads} query and {shape.kv_heads} "
                     "key/value heads",
-                    ", ".join(map(str, allowed)), str(nearest(request.tensor, allowed)),
+                    ", ".join(map(str, allowed)), str(heads.nearest(request.tensor, allowed)),
                 ))  # fmt: skip
-        elif request.workers is None:
+        elif request.workers is not None:
+            where = f"{request.workers} CPU workers"
+            out.append(tensor_refusal(shape, request.workers, request.tensor, where))
+        else:
             found = [
                 tensor_refusal(shape, m.domain, request.tensor, m.name) for m in request.machines
             ]

@@ -62,6 +62,6 @@ def step_bytes(
     part = (mesh.tensor - 1) / mesh.tensor
     tensor = 4 * passes * shape.layers * tokens * shape.hidden * width * part * micro_batches
     # Keys and values once forward, once more in backward, and their gradients in fp32.
-    kv = 2 * shape.kv_size / mesh.tensor * halo * micro_batch
+    kv = 2 * max(shape.kv_size / mesh.tensor, shape.head_size) * halo * micro_batch
     context = shape.layers * kv * (2 * width + 4) * micro_batches
     return StepBytes(data=data, tensor=tensor, context=context)

@@ -271,6 +271,7 @@ def _received(pattern: Pattern, chunks: Chunks, length: int, stride: int) -> flo
     return total
 
 
+@lru_cache(maxsize=256)
 def _rules(pattern: Pattern) -> tuple[Rule, ...]:
     return () if isinstance(pattern, BlockTopK) else pattern.rules()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+
+from msa_workloads import heads
 
 from msa_operator.planner.modelspec import ModelShape
 
@@ -31,32 +34,29 @@ class PlanError(ValueError):
         self.rejected = rejected
 
 
-def divisors(n: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """Of ``n``, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def tensor_degrees(shape: ModelShape, domain: int) -> list[int]:
-    """Tensor degrees: each rank gets whole key/value groups, and all ranks share fast links."""
-    return [d for d in divisors(shape.kv_heads) if domain % d == 0]
+    """Tensor degrees of a model (:func:`msa_workloads.heads.tensor_degrees`) whose ranks share
+    fast links."""
+    valid = heads.tensor_degrees(shape.heads, shape.kv_heads, shape.intermediate)
+    return [d for d in valid if domain % d == 0]
 
 
 def ulysses_degrees(shape: ModelShape) -> list[int]:
-    """Degrees at which heads can be exchanged for sequence: query heads divide evenly, and
-    key/value heads either divide or are repeated evenly."""
-    kv = shape.kv_heads
-    return [d for d in divisors(shape.heads) if kv % d == 0 or d % kv == 0]
+    """Degrees at which heads can be exchanged for sequence."""
+    return heads.valid_degrees(shape.heads, shape.kv_heads)
 
 
 def context_degrees(length: int, limit: int) -> list[int]:
     """Context degrees up to ``limit`` that need no padding: every rank gets two equal chunks, so
     that causal work can be balanced by pairing an early with a late one."""
     return [1, *(d for d in range(2, limit + 1) if length % (2 * d) == 0)]
-
-
-def nearest(value: int, allowed: list[int]) -> int:
-    """The allowed degree closest to ``value``, the smaller of two."""
-    return min(allowed, key=lambda d: (abs(d - value), d))
 
 
 def tensor_refusal(shape: ModelShape, domain: int, value: int, where: str) -> Refusal | None:
@@ -69,7 +69,7 @@ def tensor_refusal(shape: ModelShape, domain: int, value: int, where: str) -> Re
         f"found {value} for {shape.heads} query and {shape.kv_heads} key/value heads on {where} "
         f"({domain} linked)",
         ", ".join(map(str, allowed)),
-        str(nearest(value, allowed)),
+        str(heads.nearest(value, allowed)),
     )
 
 

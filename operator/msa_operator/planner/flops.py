@@ -61,17 +61,27 @@ def layer_pairs(
 
 
 def step_flops(
-    shape: ModelShape, pairs: float, length: int, sequences: int, *, recompute: bool = False
+    shape: ModelShape,
+    pairs: float,
+    length: int,
+    sequences: int,
+    *,
+    checkpointing: str = "none",
 ) -> StepFlops:
     """FLOPs of one step of ``sequences`` sequences.
 
-    ``pairs`` is :func:`layer_pairs`; ``recompute`` runs every layer's forward a second time.
+    ``pairs`` is :func:`layer_pairs`. ``full`` checkpointing runs every layer's forward a second
+    time, ``selective`` all of it but attention.
     """
     tokens = float(length) * sequences
     forward = 4.0 * shape.head_size * shape.heads * pairs * sequences
     return StepFlops(
         matrices=6.0 * shape.multiplied_parameters * tokens,
         attention=3.0 * forward,
-        recompute_matrices=2.0 * shape.layers * shape.layer_parameters * tokens * recompute,
-        recompute_attention=forward * recompute,
+        recompute_matrices=2.0
+        * shape.layers
+        * shape.layer_parameters
+        * tokens
+        * (checkpointing != "none"),
+        recompute_attention=forward * (checkpointing == "full"),
     )

@@ -96,7 +96,7 @@ def is_learned(pattern: Pattern) -> bool:
     return isinstance(pattern, BlockTopK)
 
 
-THIS_VERSION = Runtime("this version", context=UNLIMITED)
+THIS_VERSION = Runtime("this version", tensor=UNLIMITED, context=UNLIMITED)
 EVERYTHING = Runtime(
     "the full design", tensor=UNLIMITED, context=UNLIMITED, selective=True, offload=True,
     mlp_chunk=True, learned_patterns=True, learned_context=True,

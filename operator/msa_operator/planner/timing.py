@@ -22,9 +22,13 @@ HIDDEN = 0.8
 
 
 def step_seconds(
-    machine: Machine, mesh: MeshSpec, work: StepFlops, moved: StepBytes, *, precision: str
-) -> float | None:
-    """Estimated seconds of one step, or None where the device's speed is not known."""
+    machine: Machine, mesh: MeshSpec, work: StepFlops, moved: StepBytes, *, precision: str,
+    busiest: float = 1.0,
+) -> float | None:  # fmt: skip
+    """Estimated seconds of one step, or None where the device's speed is not known.
+
+    ``busiest`` is how much more than the mean the busiest tensor rank attends.
+    """
     gpu = machine.accelerator
     if gpu is None or not gpu.peak_tflops:
         return None
@@ -32,6 +36,7 @@ def step_seconds(
     world = mesh.world_size
     matrices = (work.matrices + work.recompute_matrices) / (peak * MATRIX_EFFICIENCY) / world
     attention = (work.attention + work.recompute_attention) / (peak * ATTENTION_EFFICIENCY) / world
+    attention *= busiest
     compute = matrices + attention
 
     inner = mesh.tensor * mesh.context
