@@ -489,3 +489,32 @@ def test_options_and_plans_are_checked():
 def test_autocast_decides_the_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attempt().dtype == torch.bfloat16
+
+
+def test_flops_are_those_of_the_pairs_that_a_rank_attends():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    pattern, documents = PerHead((Window(5), Dense())), (9, 7)
+    pairs = sum(p.pairs(n) for p in pattern.members for n in documents) * 2  # query heads of each
+    plan = ContextPlan(contiguous(16, 1), documents, 0)
+    q, k, v = (t.requires_grad_() for t in tensors(16, (4, 2), 1)[:3])
+    with FlopCounterMode(display=False) as counter:
+        out = context_attention(q, k, v, plan, None, pattern=pattern)
+        assert isinstance(out, torch.Tensor)
+        out.sum().backward()
+    counted = counter.get_flop_counts()["Global"]
+    assert counted[torch.ops.msa.context_attention] == 2 * 2 * 8 * pairs
+    assert counted[torch.ops.msa.context_attention_backward] == 5 * 2 * 8 * pairs
+
+
+def test_shapes_are_known_without_data():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    plan = ContextPlan.whole(contiguous(16, 1), 0)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 16, h, 8, requires_grad=True) for h in (4, 2, 2))
+        out, lse = context_attention(q, k, v, plan, None, pattern=Window(3), return_lse=True)
+        out.sum().backward()
+    assert (out.shape, lse.shape) == ((2, 16, 4, 8), (2, 4, 16))
+    assert q.grad is not None and q.grad.shape == q.shape
+    assert k.grad is not None and k.grad.shape == k.shape

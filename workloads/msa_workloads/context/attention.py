@@ -9,8 +9,8 @@ back to their owners in fp32.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
@@ -20,15 +20,16 @@ import torch.distributed as dist
 from msa_kernels import backend as backends
 from msa_kernels.attention import check_pattern, check_tensors
 from msa_kernels.engine import HeadGroup, accumulator, head_groups
-from msa_kernels.fused import row_delta
 from msa_kernels.pattern import Documents, Pattern
 from msa_kernels.plan import Request, TileKernel
 from torch import Tensor
 
+from msa_workloads.context.area import row_area
 from msa_workloads.context.commplan import comm_plan
 from msa_workloads.context.exchange import METHODS, Method, count
 from msa_workloads.context.layout import Layout, LayoutError
-from msa_workloads.context.passes import Call, backward, forward
+from msa_workloads.context.ops import attention, calls
+from msa_workloads.context.passes import Call
 from msa_workloads.context.rankplan import Fuse, RankPlan, rank_plan
 from msa_workloads.context.ulysses import HeadSplit, heads_to_sequence, sequence_to_heads
 
@@ -244,14 +245,26 @@ def _call(
     returned = torch.bfloat16 if options.gradients == "bf16" else accumulator(q.dtype)
     if getattr(kernel, "rounds", False) and not any(part.split for _, part in groups):
         returned = q.dtype
-    call = Call(tuple(groups), group, kernel, options.method, keep, returned, kind)
+    area = functools.partial(_area, plan, tuple(some for some, _ in groups))
+    call = Call(tuple(groups), group, kernel, options.method, keep, returned, kind, area)
     width = 2 * k.shape[0] * k.shape[3] * k.element_size()
     needed = sum(
         stage.received * len(one.members) for one, part in groups for stage in part.stages
     )
     count("needed", 0, needed * width, kind)
-    _calls[call.handle] = call
+    calls[call.handle] = call
     return call
+
+
+def _area(plan: ContextPlan, groups: Sequence[HeadGroup]) -> int:
+    """Attended pairs of the rank's queries, over all query heads."""
+    own = plan.layout.tokens_of(plan.rank)
+    total = 0
+    for group in groups:
+        rows = row_area(group.pattern, plan.documents, plan.layout.padded)
+        heads = len(group.members) * group.q_heads // group.kv_heads
+        total += int(rows[own].sum()) * heads
+    return total
 
 
 def _kernel(
@@ -318,48 +331,3 @@ def _request(q: Tensor, k: Tensor, plan: RankPlan, return_lse: bool) -> Request:
         deterministic=torch.are_deterministic_algorithms_enabled(), partial=plan.split,
         places=tuple((one.queries, one.keys) for one in passes),
     )  # fmt: skip
-
-
-_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("msa::context_attention", mutates_args=())
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, call: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and the received keys and values that are kept for backward (bytes may be 0).
-
-    An operator of its own, so that checkpointing policies can keep its results: computing them
-    again would exchange the keys again. ``call`` is the handle of a :class:`Call` that is alive.
-    """
-    return forward(_calls[call], q, k, v, scale)
-
-
-@torch.library.custom_op("msa::context_attention_backward", mutates_args=())
-def attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
-    delta: Tensor | None, kept: Tensor, call: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV of this rank's rows, contributions of all ranks included."""
-    return backward(_calls[call], q, k, v, out, dout, lse, delta, kept, scale)
-
-
-def _setup(ctx, inputs, output) -> None:
-    q, k, v, call, scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[2])
-    ctx.call, ctx.scale = _calls[call], scale
-
-
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None, _dkept: Tensor | None):
-    q, k, v, out, lse, kept = ctx.saved_tensors
-    # Every rank takes part in the exchange, whether or not anything depends on its own rows.
-    dout = torch.zeros_like(out) if dout is None else dout
-    forms = dlse is None and getattr(ctx.call.kernel, "forms_delta", False)
-    delta = None if forms else row_delta(dout, out, dlse)
-    grads = attention_backward(q, k, v, out, dout, lse, delta, kept, ctx.call.handle, ctx.scale)
-    return (*grads, None, None)
-
-
-attention.register_autograd(_backward, setup_context=_setup)

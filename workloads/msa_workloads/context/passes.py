@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +36,20 @@ class Call:
     """dtype in which gradients of keys and values travel."""
     kind: Pattern
     """The pattern of the layer over all heads, by which bytes are counted."""
+    area: Callable[[], int]
+    """Pairs that this rank's queries attend, times the query heads that do: for FLOP counts."""
     handle: int = field(default_factory=lambda: next(_handles))
+
+    def kept_size(self, k: Tensor) -> int:
+        """Elements of the received keys and values that are kept for backward."""
+        each = 2 * k.shape[0] * k.shape[3]
+        received = sum(
+            stage.received * len(group.members)
+            for group, plan in self.groups
+            for stage in plan.stages
+            if stage.happens
+        )
+        return each * received if self.keep else 0
 
 
 class _Keys:
