@@ -106,11 +106,7 @@ class Ours:
         )
         read = Loader(self.stream, 0, 1, 1, 1, split).step(0)
         (batch,) = read.batches
-        if batch.attend is None:
-            # One document: without ids, every kernel may serve it.
-            batch = replace(move(batch, self.world.device), documents=None)
-        else:
-            batch = move(batch, self.world.device)
+        batch = move(batch, self.world.device)
         self.batch = batch
         self.valid = read.valid
         if self.world.size > 1:

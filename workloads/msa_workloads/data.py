@@ -70,6 +70,8 @@ class Batch:
     positions: torch.Tensor
     documents: torch.Tensor
     attend: Attend | None = None
+    whole: bool = False
+    """Every row is one document, which more kernels serve than packed ones."""
 
     @property
     def valid(self) -> int:
@@ -228,7 +230,10 @@ def collate(samples: list[Sample]) -> Batch:
     def stack(name: str) -> torch.Tensor:
         return torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
 
-    return Batch(stack("tokens"), stack("labels"), stack("positions"), stack("documents"))
+    return Batch(
+        stack("tokens"), stack("labels"), stack("positions"), stack("documents"),
+        whole=all(len(sample.packing) == 1 for sample in samples),
+    )  # fmt: skip
 
 
 class Prefetcher:

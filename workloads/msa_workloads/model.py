@@ -77,7 +77,7 @@ class LanguageModel(nn.Module):
         """
         extra: dict[str, Any] = {"use_cache": False}
         if batch.attend is None:
-            extra["msa_document_ids"] = batch.documents
+            extra["msa_document_ids"] = None if batch.whole else batch.documents
         else:
             extra["msa_attend"] = batch.attend
         if self._split or self._loss_chunk:
