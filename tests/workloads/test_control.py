@@ -264,6 +264,10 @@ def test_a_rank_is_heard_asked_and_dumped(
         assert text.startswith(f"rank 3, pid {os.getpid()} on 10.0.0.3, step 5, reading data; at ")
         assert "test_a_rank_is_heard_asked_and_dumped" in text
         assert "MainThread" in text
+        # The signal finds the same file, which has no name where there is /proc.
+        by_signal = dump_by_signal(os.getpid(), heard.dump, 60)
+        assert "test_a_rank_is_heard_asked_and_dumped" in by_signal
+        assert not list(tmp_path.glob("msa-stacks-*")) or sys.platform != "linux"
         poll(lambda: state.checkpoint_step == 4, "the checkpoint is heard of")
         channel.orders = Orders(stop=True)
         poll(control.stop_requested, "the order to stop is heard")

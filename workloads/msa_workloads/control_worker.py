@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import FileIO
 from types import FrameType
 from typing import Protocol
 
@@ -35,6 +36,8 @@ COLLECTIVE_PARTS = (
     f"msa_workloads{os.sep}parallel{os.sep}collective.py",
 )
 """A thread whose innermost frames are of such a file waits for other ranks."""
+
+PROC = "/proc/"
 
 INNERMOST = 3
 """Frames looked at: wrappers and operators lie between a collective and its caller."""
@@ -70,8 +73,7 @@ class RankControl:
         self._orders = Orders()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._speak, name="msa-control", daemon=True)
-        handle, path = tempfile.mkstemp(prefix=f"msa-stacks-{rank}-", dir=folder)
-        self._dump = os.fdopen(handle, "r+b", buffering=0)
+        self._dump, path = _dump_file(rank, folder)
         self._report = RankReport(
             rank=rank, pid=os.getpid(), node=node, node_id=node_id, dump=path
         )
@@ -85,7 +87,8 @@ class RankControl:
         # The signal's handler stays: without it the signal would end the process.
         self._over.set()
         self._thread.join(self._seconds * 2)
-        os.unlink(self._report.dump)
+        if os.path.isfile(self._report.dump) and not self._report.dump.startswith(PROC):
+            os.unlink(self._report.dump)
 
     def enters(self, step: int, doing: str) -> None:
         self._report = replace(self._report, step=step, doing=doing)
@@ -120,6 +123,20 @@ class RankControl:
         size = os.fstat(self._dump.fileno()).st_size - start
         dump = os.pread(self._dump.fileno(), size, start).decode(errors="replace")
         return "\n".join([headline(report), "threads:", *names, "", dump])
+
+
+def _dump_file(rank: int, folder: str) -> tuple[FileIO, str]:
+    """A file for the dump signal, and the path by which others on this machine read it.
+
+    Where the system lets one reach open files, it has no name: nothing is left of a killed rank.
+    """
+    handle, path = tempfile.mkstemp(prefix=f"msa-stacks-{rank}-", dir=folder)
+    file = FileIO(handle, "r+")
+    open_file = f"{PROC}{os.getpid()}/fd/{handle}"
+    if not os.path.exists(open_file):
+        return file, path
+    os.unlink(path)
+    return file, open_file
 
 
 def headline(report: RankReport) -> str:
