@@ -226,9 +226,9 @@ def measure(jobs: int, workers: int, folder: Path) -> dict[str, Any]:
             loop.call(measurement.run(), LIMIT_S + 60)
         finally:
             loop.stop()
-        healthy = operator.healthy()
+        healthy, cpu = operator.healthy(), operator.cpu_seconds()
         operator.stop()
-        return report(measurement, idle, healthy, log)
+        return report(measurement, idle, cpu, healthy, log)
     finally:
         if operator is not None:
             operator.stop()
@@ -237,7 +237,7 @@ def measure(jobs: int, workers: int, folder: Path) -> dict[str, Any]:
         server.stop()
 
 
-def report(m: Measurement, idle: float, healthy: bool, log: Path) -> dict[str, Any]:
+def report(m: Measurement, idle: float, cpu: float, healthy: bool, log: Path) -> dict[str, Any]:
     counts, seen = audit.count(log), m.follower
     refused = Counter(code for (_, _, code), n in counts.items() for _ in range(n) if code >= 400)
     return {
@@ -255,6 +255,7 @@ def report(m: Measurement, idle: float, healthy: bool, log: Path) -> dict[str, A
         },
         "operator_memory_mib": {
             "idle": round(idle), "peak": round(max(mib for _, mib in m.memory))},
+        "operator_cpu_seconds_per_job": round(cpu / m.jobs, 3),
         "operator_healthy": healthy,
         "requests_per_job": audit.per_job(counts, m.jobs),
         "writes_per_job": audit.writes_per_job(counts, m.jobs),
@@ -269,7 +270,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, help="worker pods of each job")
     parser.add_argument("--output", type=Path, help="write the record here")
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="flash-msa-scale-"))
+    folder, load = Path(tempfile.mkdtemp(prefix="flash-msa-scale-")), os.getloadavg()[0]
     try:
         found = measure(arguments.jobs, arguments.workers, folder)
     finally:
@@ -277,6 +278,7 @@ def main() -> int:
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} x {_processor()}, {platform.system()} {platform.release()}",
+        "load_average_before": round(load),
         "versions": {
             "flash-msa-operator": version("flash-msa-operator"),
             "python": platform.python_version(),

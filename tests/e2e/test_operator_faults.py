@@ -295,7 +295,7 @@ def test_deleted_in_any_phase_nothing_is_left(stand: Stand, operator: Operator, 
 
 def test_what_nobody_could_have_written_stops_nobody_else(stand: Stand, operator: Operator):
     world = stand.world("poison")
-    healthy = Life(world, "healthy", loses=False)
+    healthy = Life(stand.world("healthy"), loses=False)
     for name, status in POISON.items():
         body = json.dumps(job(name, world.namespace, {"suspend": True}))
         stand.server.kubectl("create", "-f", "-", stdin=body)
@@ -325,8 +325,8 @@ POISON: dict[str, dict[str, Any]] = {
 
 
 def strangers(server: ApiServer, world: World) -> list[dict[str, Any]]:
-    """Objects with the labels of the healthy job that none of ours would have."""
-    labels = {"flashmsa.dev/job": "healthy", "flashmsa.dev/job-uid": "nobody"}
+    """Objects with the labels of a job that none of ours would have."""
+    labels = {"flashmsa.dev/job": "no-phase", "flashmsa.dev/job-uid": "nobody"}
     meta = {"namespace": world.namespace, "labels": labels}
     pod = {"containers": [{"name": "c", "image": "i"}]}
     return [

@@ -156,3 +156,9 @@ class Operator:
         """Resident memory now."""
         assert self.process is not None
         return psutil.Process(self.process.pid).memory_info().rss / (1 << 20)
+
+    def cpu_seconds(self) -> float:
+        """Processor time since it was started."""
+        assert self.process is not None
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system

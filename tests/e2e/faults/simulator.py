@@ -48,6 +48,7 @@ class Simulator:
         self._members: dict[Key, set[str]] = defaultdict(set)
         self._work: dict[Key, Any] = {}
         self._busy: set[Key] = set()
+        self._again: set[Key] = set()
         self._serial = itertools.count(1)
         self._placed = itertools.count()
         self._loop = Background("simulator")
@@ -219,24 +220,26 @@ class Simulator:
 
     def _touch(self, key: Key) -> None:
         """One worker per cluster; what changes while it works is seen in its next round."""
-        if key in self._busy or key not in self.clusters:
-            return
-        self._busy.add(key)
-        self._loop.begin(self._tend(key))
+        if key in self._busy:
+            self._again.add(key)
+        elif key in self.clusters:
+            self._busy.add(key)
+            self._loop.begin(self._tend(key))
 
     async def _tend(self, key: Key) -> None:
         try:
             await asyncio.sleep(LEASE_S)
-        finally:
-            self._busy.discard(key)
-        if (cluster := self.clusters.get(key)) is None:
-            return
-        try:
-            await self._reconcile(key, cluster)
+            self._again.discard(key)
+            if (cluster := self.clusters.get(key)) is not None:
+                await self._reconcile(key, cluster)
         except Refused as refused:
             # The object changed or went under us: its event brings us back.
             if refused.code not in (404, 409, 403):
                 raise
+        finally:
+            self._busy.discard(key)
+            if key in self._again:
+                self._touch(key)
 
     async def _reconcile(self, key: Key, cluster: Object) -> None:
         """KubeRay's round, then the kubelets'."""
