@@ -74,6 +74,8 @@ class TokenBytes:
     """The layer's input: this rank's slice of the rows."""
     attention: float
     """What attention returned, with its log-sum-exp."""
+    products: float
+    """Of the matrix products around attention, their results."""
     kept: float
     """All that backward needs when nothing is computed again, the input included."""
     working: float
@@ -120,8 +122,15 @@ def token_bytes(shape: ModelShape, tensor: int, width: int, fused: bool) -> Toke
     vocabulary = shape.vocabulary / tensor
     logits = vocabulary * (width if fused and not split else width + 8)
     return TokenBytes(
-        residual, attention, kept, working, tile, logits, hidden / tensor
-    )  # fmt: skip
+        residual=residual,
+        attention=attention,
+        products=query + pair + hidden,
+        kept=kept,
+        working=working,
+        tile=tile,
+        logits=logits,
+        hidden=hidden / tensor,
+    )
 
 
 def local_parameters(shape: ModelShape, tensor: int) -> tuple[float, float]:
@@ -222,6 +231,7 @@ def needs(
         if memory.checkpointing == "selective":
             # Of the layer at hand it is among what is computed again.
             kept += (shape.layers - 1) * each.attention
+            kept += min(shape.layers, memory.keep_projections) * each.products
     whole = not memory.loss_chunk and not cpu and tensor == 1
     return Needs(
         parameters=local,

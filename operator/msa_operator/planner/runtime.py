@@ -96,7 +96,10 @@ def is_learned(pattern: Pattern) -> bool:
     return isinstance(pattern, BlockTopK)
 
 
-THIS_VERSION = Runtime("this version", tensor=UNLIMITED, context=UNLIMITED)
+THIS_VERSION = Runtime(
+    "this version", tensor=UNLIMITED, context=UNLIMITED, selective=True, offload=True,
+    mlp_chunk=True,
+)  # fmt: skip
 EVERYTHING = Runtime(
     "the full design", tensor=UNLIMITED, context=UNLIMITED, selective=True, offload=True,
     mlp_chunk=True, learned_patterns=True, learned_context=True,
