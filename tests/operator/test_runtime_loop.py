@@ -13,6 +13,7 @@ from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.process import wait_for
 from msa_operator.api import parse_job
+from msa_operator.reconcile import attempts
 from msa_operator.reconcile.desired import Owner
 from msa_operator.runtime import look
 from msa_operator.runtime.planning import Planner
@@ -28,6 +29,12 @@ def simulator(api_server: ApiServer) -> Iterator[Simulator]:
     found = prepared(api_server)
     yield found
     found.stop()
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between attempts no pod of these tests needs the usual time."""
+    monkeypatch.setattr(attempts, "BACKOFF_S", 0.5)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ from msa_operator.api import JobError, LongContextJob, values
 from msa_operator.reconcile import names
 from msa_operator.reconcile.desired import Owner
 from msa_operator.reconcile.intent import HOLDING, TERMINAL, Intent
+from msa_operator.reconcile.names import content_hash
 from msa_operator.reconcile.observe import Planning, State
 from msa_operator.runtime.cluster import ClusterFacts
 from msa_operator.runtime.kube import CONFIGMAPS, TEMPLATES, Kube, KubeError
@@ -17,6 +19,11 @@ from msa_operator.runtime.memory import Memory, Read
 from msa_operator.runtime.planning import Planned, Planner, explain, read_record
 from msa_operator.runtime.store import JobObject
 
+MOUNTED = "runspec"
+"""Stands in for the ConfigMap's name, which a dry run does not look for."""
+TAKEN = 1024
+TAKEN_S = 600.0
+"""A policy of the cluster may change; the pods themselves are judged again when they are made."""
 ASK_AGAIN_S = 60.0
 """A refusal may have had a passing cause, such as a Hub that could not be reached."""
 
@@ -28,6 +35,9 @@ class Plans:
         self._kube = kube
         self._planner = planner
         self._cluster = cluster
+        self._lock = threading.Lock()
+        self._taken: dict[tuple[str, str], float] = {}
+        """Pods that the API server would take, by namespace and content, and when it said so."""
 
     def observe(
         self, s: State, found: Read, owner: Owner, memory: Memory, job: JobObject
@@ -82,11 +92,19 @@ class Plans:
         if known is not None and same and (not known[1] or now - known[2] < ASK_AGAIN_S):
             return known[1]
         said = ""
-        for template in planned.rendered.templates(owner.name):
+        for template in planned.rendered.templates(MOUNTED):
+            # Jobs that are alike have pods that are alike but for their labels.
+            alike = owner.namespace, content_hash(template["spec"])
+            if now - self._taken.get(alike, float("-inf")) < TAKEN_S:
+                continue
             try:
                 self._kube.create(
                     TEMPLATES, owner.namespace, pod_template(template, owner), dry_run=True
                 )
+                with self._lock:
+                    self._taken[alike] = now
+                    while len(self._taken) > TAKEN:
+                        self._taken.pop(next(iter(self._taken)))
             except KubeError as error:
                 if not error.refused:
                     raise
