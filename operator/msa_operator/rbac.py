@@ -76,10 +76,15 @@ def table() -> str:
     }  # fmt: skip
     rows = ["| resource | verbs | where | why |", "| --- | --- | --- | --- |"]
     for rule in RULES:
-        group = f".{rule.group}" if rule.group else ""
+        what = ", ".join(f"`{_full(resource, rule.group)}`" for resource in rule.resources)
         names = f" ({', '.join(rule.names)})" if rule.names else ""
-        what = ", ".join(f"`{resource}{group}`" for resource in rule.resources)
         rows.append(
             f"| {what}{names} | {', '.join(rule.verbs)} | {where[rule.scope]} | {rule.why} |"
         )
     return "\n".join(rows)
+
+
+def _full(resource: str, group: str) -> str:
+    """As kubectl has it: ``longcontextjobs.flashmsa.dev/status``."""
+    plain, slash, sub = resource.partition("/")
+    return f"{plain}{f'.{group}' if group else ''}{slash}{sub}"
