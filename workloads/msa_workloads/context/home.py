@@ -4,7 +4,8 @@ Changing layouts between layers would move all activations, so that a run has on
 a fixed layout, or chunks that are dealt anew for the documents of every sequence; whichever it
 is, all sequences have as many rows on a rank. Rules are priced on sequences of the run's own data
 with the exact numbers of :mod:`~msa_workloads.context.solver`: among those whose busiest ranks
-are within a tolerance of the best, the one whose busiest receivers receive least.
+are within a tolerance of the best, the one whose busiest receivers receive least; among those
+that receive about as little, the one of fewest chunks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ LAYOUTS_KEPT = 64
 """Dealt layouts remembered, by documents: sequences in flight, and those that are alike."""
 
 
+SIMPLER = 1.1
+"""Of two layouts whose busiest receivers are this close the one with fewer chunks is taken: every
+chunk is a stretch of its own for kernels and copies, which the price does not see."""
+
+
 @dataclass(frozen=True)
 class Home:
     """Which layout a sequence of ``tokens`` over ``ranks`` has; the same on every rank."""
@@ -43,6 +49,11 @@ class Home:
     """Chunks per rank that are dealt."""
     patterns: tuple[tuple[Pattern, int], ...] = ()
     multiple: int = 1
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of the rank that has most."""
+        return max(map(len, self.fixed.chunks)) if self.fixed else self.chunks
 
     def of(self, documents: Packing) -> Layout:
         """The layout of a sequence of these documents."""
@@ -130,7 +141,14 @@ def choose(
     if not rules:
         _refuse(kind, tokens, ranks, multiple)
     least = min(rule.busiest for rule in rules)
-    return sorted(rules, key=lambda r: (r.busiest > (1 + tolerance) * least, *r.received))
+    even = [rule for rule in rules if rule.busiest <= (1 + tolerance) * least]
+    fewest = min(rule.received[0] for rule in even)
+
+    def price(rule: Rule) -> tuple[bool, bool, int, int, int]:
+        more = rule.received[0] > SIMPLER * fewest
+        return rule not in even, more, 0 if more else rule.home.pieces, *rule.received
+
+    return sorted(rules, key=price)
 
 
 def _refuse(kind: Kind, tokens: int, ranks: int, multiple: int) -> None:
