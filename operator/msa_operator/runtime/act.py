@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from msa_operator.api import JobError
-from msa_operator.api.values import duration
 from msa_operator.metrics import Metrics
-from msa_operator.metrics import Progress as ProgressMetrics
 from msa_operator.reconcile import actions as do
 from msa_operator.reconcile import conditions, names, status
 from msa_operator.reconcile.actions import Action
@@ -27,9 +25,10 @@ from msa_operator.runtime.capacity import Provider
 from msa_operator.runtime.children import Children, NameTaken
 from msa_operator.runtime.events import Recorder
 from msa_operator.runtime.head import HeadError, Heads
-from msa_operator.runtime.kube import JOBS, PODS, PROGRESS_MANAGER, Kube, KubeError
+from msa_operator.runtime.kube import JOBS, PODS, Kube, KubeError
 from msa_operator.runtime.look import Look
-from msa_operator.runtime.memory import Memory, Seen
+from msa_operator.runtime.memory import Memory
+from msa_operator.runtime.report import Reporter
 from msa_operator.runtime.store import JobObject, Store
 
 UPGRADE_S = 30.0
@@ -72,6 +71,7 @@ class Actor:
         self._kube = kube
         self._heads = heads
         self._children = Children(kube, store)
+        self._reporter = Reporter(kube, store, metrics, every)
         self._recorder = recorder
         self._metrics = metrics
         self._provider = provider
@@ -264,43 +264,13 @@ class Actor:
         return status.difference(old, made, keep)
 
     def _report(self, acting: Acting) -> float | None:
-        """Write the run's progress, under a manager of its own, where it is news."""
-        job, memory = acting.look.job, acting.memory
-        seen, attempt = memory.seen, acting.look.state.intent.attempt
-        if seen is None or attempt is None or seen.report.submission != attempt.submission_id:
-            return None
-        self._measure(acting, seen)
-        shown = _progress(seen)
-        old = (job.raw.get("status") or {}).get("progress") or {}
-        patch = status.difference(old, shown)
-        if not patch.keys() - {"updated"}:
-            return None
-        left = memory.progress_written + self._every - time.monotonic()
-        if left > 0:
-            return left
         try:
-            answer = self._kube.patch(
-                JOBS, job.meta.namespace, job.meta.name, {"status": {"progress": patch}},
-                subresource="status", manager=PROGRESS_MANAGER,
-            )  # fmt: skip
+            return self._reporter.report(acting.look, acting.memory)
         except KubeError as error:
-            raise Again(f"progress: {error}", error.retry_after, failed=True) from None
-        # Not of a namesake that was made meanwhile.
-        if (answer.get("metadata") or {}).get("uid") == job.meta.uid:
-            self._store.wrote(JOBS, answer)
-        memory.progress_written = time.monotonic()
-        return None
-
-    def _measure(self, acting: Acting, seen: Seen) -> None:
-        report, owner, s = seen.report, acting.look.owner, acting.look.state
-        planned = acting.look.planned
-        self._metrics.progress(owner.namespace, owner.name, ProgressMetrics(
-            step=report.step, max_steps=report.max_steps, loss=report.loss,
-            tokens_per_second=report.tokens_per_second, mfu=report.mfu,
-            eta_seconds=report.eta_seconds, checkpoint_step=report.checkpoint_step,
-            accelerators=planned.accelerators if planned else None,
-            workers=sum(p.ready for p in s.workers), received=seen.received,
-        ))  # fmt: skip
+            if not error.conflict:
+                raise Again(f"progress: {error}", error.retry_after, failed=True) from None
+            self._refresh(acting.look.job)
+            raise Again(f"progress: {error}") from None
 
     def _create(self, acting: Acting, name: str) -> None:
         look, planned, intent = acting.look, acting.look.planned, acting.decision.intent
@@ -374,21 +344,3 @@ class Actor:
         if (reason, message) not in acting.memory.told:
             acting.memory.told.add((reason, message))
             self._recorder.record(acting.look.job, "Warning", reason, message)
-
-
-def _progress(seen: Seen) -> dict[str, Any]:
-    """``status.progress``."""
-    report = seen.report
-    eta = report.eta_seconds
-    shown = {
-        "step": report.step,
-        "maxSteps": report.max_steps,
-        "loss": report.loss,
-        "tokensPerSecond": max(0, round(report.tokens_per_second or 0)),
-        "mfu": None if report.mfu is None else min(10.0, max(0.0, round(report.mfu, 4))),
-        "eta": "" if eta is None else duration(round(max(0.0, eta))),
-        "checkpointStep": report.checkpoint_step,
-        "checkpointUri": report.checkpoint_uri,
-        "updated": status.time_text(seen.received),
-    }
-    return {name: value for name, value in shown.items() if value is not None}
