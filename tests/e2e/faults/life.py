@@ -50,10 +50,10 @@ class Life:
         uid = world.uid(name)
         heads.limits[uid] = 10
         yield from self._until("trains", lambda s: s.step >= 10)
-        heads.limits[uid] = 20
         if self.loses:
             world.simulator.delete_pod(world.namespace, world.cluster(name), "worker")
             yield from self._until("starts again", lambda s: s.attempts >= 2)
+        heads.limits[uid] = 20
         yield from self._until("goes on", lambda s: s.step >= 20)
         world.patch(name, {"suspend": True})
         yield from self._until("is suspended",
