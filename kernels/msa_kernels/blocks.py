@@ -251,29 +251,36 @@ def _span(rule: Rule, first: Ints, stop: Ints) -> tuple[Ints, Ints]:
 
 
 def _table_spans(rule: Rule, some: _Segments) -> tuple[_Segments, Ints, Ints]:
-    """Segments cut at the table's query blocks, each once for every key block it lists."""
+    """Segments cut at the table's query blocks, each once for every stretch of key blocks that
+    it lists."""
     assert rule.table is not None
     size, rows = rule.table
-    ptr, listed = _table_arrays(rows)
+    ptr, first, stop = _table_arrays(rows)
     q_first = some.first // size
     at, within = _expand((some.stop - 1) // size - q_first + 1)
     q = q_first[at] + within
     inside = (q >= 0) & (q < len(rows))
     at, q = at[inside], q[inside]
     again, within = _expand(ptr[q + 1] - ptr[q])
-    k = listed[ptr[q[again]] + within]
+    stretch = ptr[q[again]] + within
     q, pick = q[again], at[again]
     cut = _Segments(
         some.tile[pick], np.maximum(some.first[pick], q * size),
         np.minimum(some.stop[pick], (q + 1) * size), some.document[pick],
     )  # fmt: skip
-    return cut, k * size, (k + 1) * size
+    return cut, first[stretch] * size, stop[stretch] * size
 
 
 @by_identity(kept=16)
-def _table_arrays(rows: tuple[tuple[int, ...], ...]) -> tuple[Ints, Ints]:
+def _table_arrays(rows: tuple[tuple[int, ...], ...]) -> tuple[Ints, Ints, Ints]:
+    """Stretches of neighbouring blocks: where each row's begin, and their first and last + 1."""
     ptr = np.cumsum([0, *(len(row) for row in rows)])
-    return ptr, np.fromiter((k for row in rows for k in row), np.int64, int(ptr[-1]))
+    listed = np.fromiter((k for row in rows for k in row), np.int64, int(ptr[-1]))
+    begins = np.diff(listed, prepend=-2) != 1
+    begins[ptr[:-1][ptr[:-1] < len(listed)]] = True
+    at = np.flatnonzero(begins)
+    last = np.append(at[1:], len(listed))[: len(at)] - 1
+    return np.searchsorted(at, ptr), listed[at], listed[last] + 1
 
 
 def touches(rule: Rule, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> NDArray[np.bool_]:
