@@ -146,3 +146,29 @@ def test_small_forms() -> None:
         text = short_traceback(error)
     assert text.splitlines()[1] == "  ... 16 outer frames"
     assert text.endswith("ValueError: the cause")
+
+
+def test_what_context_ranks_moved_is_said_in_lines() -> None:
+    from msa_workloads.display import context_lines
+
+    kind = {
+        "pattern": {"type": "PerHead", "members": [{"type": "Window", "window": 8}]},
+        "layers": 3, "balance": 1.02, "needed": {"most": 1 << 20, "total": 1 << 22},
+        "keys": {"most": 2 << 20, "total": 2 << 22}, "gradients": {"most": 3000, "total": 9000},
+        "alone": {"layout": "contiguous", "received": 10, "received_here": 40},
+    }  # fmt: skip
+    report = {
+        "ranks": 4, "heads": 2, "method": "ring", "gradients": "bf16", "layout": "zigzag",
+        "heads_bytes": {"most": 512, "total": 2048}, "kinds": [kind], "hidden": None,
+    }  # fmt: skip
+    lines = dict(context_lines(report))
+    assert lines["context"] == (
+        "4 ranks, zigzag layout, ring, gradients bf16, heads over 2 ranks (512 B a step)"
+    )
+    text = lines["  3 x PerHead(Window(window 8))"]
+    assert "2.0 MiB keys and values a step to the busiest rank, 2.00 x the minimum" in text
+    assert "2.9 KiB gradients; area max/mean 1.020; alone contiguous would move 25%" in text
+    assert "not measured" in lines["  hidden"]
+    measured = {"share": 0.97, "milliseconds": 12.0, "waited_milliseconds": 0.4}
+    assert "97.0% of 12.0 ms" in dict(context_lines({**report, "hidden": measured}))["  hidden"]
+    assert context_lines(None) == []

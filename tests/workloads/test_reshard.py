@@ -79,6 +79,10 @@ def test_a_run_goes_on_on_another_mesh(make_spec: Callable[..., RunSpec]):
         )[0]
         outcomes |= dict(zip((name for name, _, _ in jobs), found, strict=True))
 
+    reported = outcomes["three context ranks"]["context"]
+    assert reported["ranks"] == 3 and len(reported["kinds"]) == 2
+    assert all(kind["keys"]["most"] >= kind["needed"]["most"] > 0 for kind in reported["kinds"])
+    assert outcomes["one process"]["context"] is None
     whole = outcomes.pop("first")
     assert outcomes.keys() == OTHERS.keys()
     for name, outcome in outcomes.items():
