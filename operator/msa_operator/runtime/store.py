@@ -76,7 +76,11 @@ class _Shelf(Generic[T]):
         if slot is not None:
             slot.brought = (*slot.brought, value.meta.version)[-REMEMBERED:]
         waits = slot is not None and slot.expected and now < slot.until
-        if slot is not None and waits and value.meta.version != slot.expected:
+        if slot is not None and waits and value.meta.version != slot.expected and not _newer(
+            value.meta, slot.value.meta
+        ):  # fmt: skip
+            # Events that come together are told as the last of them, so the version that is
+            # waited for may never come: an edit or a deletion shows by itself that it is newer.
             slot.late = value
             return
         self.put(value, now)
@@ -91,6 +95,12 @@ class _Shelf(Generic[T]):
         if not uids:
             self.index.pop(key, None)
         return key
+
+    def unsettled(self, key: Key, now: float) -> float | None:
+        """Seconds until something of the job's that came late counts."""
+        slots = (self.slots[uid] for uid in self.index.get(key, ()))
+        left = [slot.until - now for slot in slots if slot.expected and slot.late is not None]
+        return max(0.0, min(left)) if left else None
 
     def of(self, key: Key, now: float) -> list[T]:
         found = []
@@ -204,6 +214,14 @@ class Store:
         with self._lock:
             return self._pods.of(key, self._clock())
 
+    def unsettled(self, key: Key) -> float | None:
+        """Seconds after which a job is to be looked at again: what the watch brought may count
+        by then. None when there is nothing like that."""
+        with self._lock:
+            now = self._clock()
+            left = [shelf.unsettled(key, now) for shelf in self._shelves.values()]
+        return min((seconds for seconds in left if seconds is not None), default=None)
+
     def forget(self, key: Key) -> None:
         with self._lock:
             self._strangers.pop(key, None)
@@ -212,6 +230,10 @@ class Store:
         """How many objects of each kind are known."""
         with self._lock:
             return {name: len(shelf.slots) for name, shelf in self._shelves.items()}
+
+
+def _newer(found: Meta, known: Meta) -> bool:
+    return found.generation > known.generation or (found.deleting and not known.deleting)
 
 
 def job(raw: Any) -> JobObject | None:
