@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--mlp-chunk", type=int, default=16384)
     parser.add_argument("--checkpointing", default="selective")
     parser.add_argument("--loss-kernel", default="auto")
-    parser.add_argument("--keep-projections", type=int, default=2)
+    parser.add_argument("--keep-projections", type=int, help="default: 2 on one GPU")
     parser.add_argument("--label", default="", help="put beside the name of each row")
     parser.add_argument("--profile", help="folder for a table of kernels of each row's last step")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
@@ -177,11 +177,15 @@ def _subject(who: str, shape: Any, world: Any, a: argparse.Namespace) -> Any:
         return Peer(shape, a.tokens, world)
     from ours import Ours
 
+    projections = a.keep_projections
+    if projections is None:
+        # What the peer's memory leaves room for.
+        projections = 2 if world.size == 1 else 0
     narrow = "bf16" if world.device.type == "cuda" else "fp32"
     memory = MemorySpec(
         checkpointing=a.checkpointing, loss_chunk=a.loss_chunk, mlp_chunk=a.mlp_chunk,
         parameters=narrow, optimizer_states=narrow, loss_kernel=a.loss_kernel,
-        keep_projections=a.keep_projections if a.checkpointing == "selective" else 0,
+        keep_projections=projections if a.checkpointing == "selective" else 0,
     )  # fmt: skip
     return Ours(shape, a.tokens, world, memory)
 

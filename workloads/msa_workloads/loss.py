@@ -59,8 +59,10 @@ def chunked_token_losses(
     hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, chunk: int
 ) -> torch.Tensor:
     """:func:`token_losses` of ``head(hidden)``, ``chunk`` tokens at a time; without gradients."""
+    weight, bias = head.weight, getattr(head, "bias", None)
     pieces = zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
-    return torch.cat([token_losses(head(rows), y) for rows, y in pieces]).view_as(labels)
+    found = [token_losses(F.linear(rows, weight, bias), y) for rows, y in pieces]
+    return torch.cat(found).view_as(labels)
 
 
 def liger_linear_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from msa_workloads.parallel.mesh import Mesh
 
 
-def shard_module(module: nn.Module, mesh: Mesh, precision: str) -> None:
+def shard_module(
+    module: nn.Module, mesh: Mesh, precision: str, *, reshard: bool | None = None
+) -> None:
     """Shard one module's own parameters (those of sharded submodules stay theirs).
 
+    They are given back after forward and gathered again for backward unless ``reshard`` is False;
+    None is FSDP's own choice, which does so for all but the outermost module.
     Master weights and the gradient reduction are fp32; with ``bf16`` compute is bf16.
     """
     policy = MixedPrecisionPolicy(
@@ -27,7 +31,7 @@ def shard_module(module: nn.Module, mesh: Mesh, precision: str) -> None:
         # a batch's plans, which travel with them, are no tensors to cast.
         cast_forward_inputs=False,
     )
-    fully_shard(module, mesh=mesh.shard, mp_policy=policy)
+    fully_shard(module, mesh=mesh.shard, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def sum_gradients(modules: Iterable[nn.Module]) -> None:
