@@ -8,6 +8,7 @@ by layer, so that no rank ever holds more than one unsharded layer beside its sh
 from __future__ import annotations
 
 import importlib.util
+import logging
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,9 @@ from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.parallel.tensor import parallelize
 from msa_workloads.permutation import key
 from msa_workloads.runspec import AttentionSpec, RunSpec
+from msa_workloads.weights import Weights, open_weights
+
+log = logging.getLogger(__name__)
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config fields by which a model changes its logits; the chunked loss would leave them out."""
@@ -127,14 +131,18 @@ def build_model(
     hf.register()
     config = _config(spec, vocabulary)
     dtype = torch.bfloat16 if spec.memory.parameters == "bf16" else torch.float32
-    if spec.model.source is None:
-        with torch.device("meta"):
-            inner = _causal_lm().from_config(config, attn_implementation="msa", dtype=dtype)
-    else:
-        inner = _causal_lm().from_pretrained(
-            spec.model.source.removeprefix("hf://"), config=config, dtype=dtype,
-            attn_implementation="msa",
-        )  # fmt: skip
+    with torch.device("meta"):
+        inner = _causal_lm().from_config(config, attn_implementation="msa", dtype=dtype)
+    weights = None
+    if spec.model.source is not None:
+        place = spec.model.source.removeprefix("hf://")
+        weights = open_weights(place)
+        if weights is None or weights.missing(name for name, _ in inner.named_parameters()):
+            log.info("%s: not safetensors by the modules' names; read whole on every rank", place)
+            weights = None
+            inner = _causal_lm().from_pretrained(
+                place, config=config, dtype=dtype, attn_implementation="msa"
+            )
     patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
     hf.set_patterns(inner, patterns, backend=spec.attention.backend)
     _fix_rotary_length(inner, spec.sequence.length)
@@ -153,10 +161,10 @@ def build_model(
     model.train()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     for layer in model.layers:
-        _make_real(inner, layer, names, spec.training.seed, torch.device(make_on))
+        _make_real(inner, layer, names, spec.training.seed, torch.device(make_on), weights)
         if mesh is not None:
             shard_module(layer, mesh, spec.training.precision)
-    _make_real(inner, model, names, spec.training.seed, torch.device(make_on))
+    _make_real(inner, model, names, spec.training.seed, torch.device(make_on), weights)
     if mesh is not None:
         shard_module(model, mesh, spec.training.precision)
         sum_gradients(model.modules())
@@ -233,13 +241,15 @@ def _with_last_position(forward: Callable[..., Any], length: int) -> Callable[..
 
 @torch.no_grad()
 def _make_real(
-    model: Any, root: nn.Module, names: dict[nn.Module, str], seed: int, device: torch.device
-) -> None:
+    model: Any, root: nn.Module, names: dict[nn.Module, str], seed: int, device: torch.device,
+    weights: Weights | None,
+) -> None:  # fmt: skip
     """Give every meta tensor below ``root`` storage and its initial value.
 
-    ``names`` are those that modules had before anything wrapped them: values follow them. A
-    tensor that two modules share (tied embeddings) stays shared; one that is split over tensor
-    ranks is made whole, and its part is kept; modules that are real already are left alone.
+    Values are those of ``weights``, where there are any, and otherwise drawn. ``names`` are those
+    that modules had before anything wrapped them: values follow them. A tensor that two modules
+    share (tied embeddings) stays shared; one that is split over tensor ranks is made whole, and
+    its part is kept; modules that are real already are left alone.
     """
     made: dict[int, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -263,6 +273,9 @@ def _make_real(
     parts: dict[int, nn.Parameter] = {}
     for module, field, tensor in places:
         if id(tensor) not in parts:
+            if weights is not None:
+                name = f"{names[module]}.{field}".removeprefix("model.")
+                weights.copy(name, made[id(tensor)])
             parts[id(tensor)] = _like(made.pop(id(tensor)), tensor)
         module._parameters[field] = parts[id(tensor)]
 
