@@ -173,6 +173,7 @@ class Simulator:
                 self.clusters.pop(key, None)
                 self._work.pop(key, None)
                 self.heads.end(*key)
+                self._touch(key)
                 continue
             if kind == "ADDED":
                 self._alone(cluster)
@@ -203,9 +204,6 @@ class Simulator:
                     del self._members[owner]
             else:
                 self._see(pod)
-                # An orphan's kubelet works on as well: nobody else would let the pod go.
-                if pod["metadata"].get("deletionTimestamp") and owner not in self.clusters:
-                    self._loop.begin(self._kubelet(pod))
             self._touch(owner)
 
     def _died(self, pod: Object) -> None:
@@ -222,7 +220,7 @@ class Simulator:
         """One worker per cluster; what changes while it works is seen in its next round."""
         if key in self._busy:
             self._again.add(key)
-        elif key in self.clusters:
+        elif key in self.clusters or key in self._members:
             self._busy.add(key)
             self._loop.begin(self._tend(key))
 
@@ -232,6 +230,8 @@ class Simulator:
             self._again.discard(key)
             if (cluster := self.clusters.get(key)) is not None:
                 await self._reconcile(key, cluster)
+            else:
+                await self._let_go(key)
         except Refused as refused:
             # The object changed or went under us: its event brings us back.
             if refused.code not in (404, 409, 403):
@@ -240,6 +240,12 @@ class Simulator:
             self._busy.discard(key)
             if key in self._again:
                 self._touch(key)
+
+    async def _let_go(self, key: Key) -> None:
+        """Orphans: kubelets work on when KubeRay has nothing more to do."""
+        pods = [self.pods[key[0], name] for name in sorted(self._members.get(key, ()))]
+        going = [p for p in pods if p["metadata"].get("deletionTimestamp")]
+        await asyncio.gather(*(self._kubelet(pod) for pod in going))
 
     async def _reconcile(self, key: Key, cluster: Object) -> None:
         """KubeRay's round, then the kubelets'."""
