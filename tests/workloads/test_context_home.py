@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msa_kernels.pattern import Dense, Dilated, SinkWindow, Window
+from msa_kernels.pattern import BlockTopK, Dense, Dilated, SinkWindow, Window
 from msa_workloads.context.home import choose
 from msa_workloads.context.layout import LayoutError
 from msa_workloads.context.solver import weighted_area
@@ -92,6 +92,7 @@ def counted_in_a_step() -> dict[str, Any]:
     from msa_workloads.context.run import context_split
     from msa_workloads.evaluate import move
     from msa_workloads.model import effective_patterns
+    from msa_workloads.parallel.mesh import UnsupportedError
     from msa_workloads.train import train_step
 
     dist.init_process_group("gloo")
@@ -118,6 +119,10 @@ def counted_in_a_step() -> dict[str, Any]:
         report = account.report(1, read.packings)
         counters = {n: some.received for n, some in moved().items()}
         found[name] = (int(needed), counters, report, mesh.at["cp"])
+    try:
+        context_split(spec, [BlockTopK(8, 2)], model.heads, loader.stream, mesh)
+    except UnsupportedError as error:
+        found["learned"] = str(error)
     return found
 
 
@@ -125,6 +130,7 @@ def counted_in_a_step() -> dict[str, Any]:
 def test_counted_bytes_are_the_planned_ones():
     ranks = on_forks(counted_in_a_step, 4)
     for result in ranks:
+        assert "found 4 with BlockTopK, whose keys cannot be planned" in result["learned"]
         for name, times in (("kept", 1), ("again", 2)):
             needed, counters, report, _ = result[name]
             assert counters["needed"] == needed

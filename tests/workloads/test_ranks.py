@@ -137,6 +137,14 @@ def test_tied_embeddings_and_the_seed(make_spec: Callable[..., RunSpec]) -> None
             {"mesh": {"context": 6}, "context": {"heads": 4}},
             "context.heads: found 4, which does not divide .* valid: 1, 2, 3, 6",
         ),
+        (
+            {"mesh": {"context": 12}, "context": {"heads": 3}},
+            "4 query heads and 2 key/value heads do not split over 3 ranks; valid: 1, 2, 4",
+        ),
+        (
+            {"mesh": {"context": 60}, "context": {"layout": "zigzag"}},
+            "a sequence of 96 tokens is too short for zigzag over 60 ranks, .*nearest: zigzag",
+        ),
         ({"mesh": {"tensor": 3}}, r"mesh.tensor: found 3, allowed: 1, 2, 4 \(4 query and 2"),
         ({"memory": {"checkpoint_layers": 0}}, "checkpoint_layers: found 0"),
     ],

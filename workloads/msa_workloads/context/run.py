@@ -10,18 +10,54 @@ from msa_kernels.pattern import Pattern, PatternError
 from msa_workloads.context.account import Account
 from msa_workloads.context.attention import Options
 from msa_workloads.context.home import Rule, choose
-from msa_workloads.context.layout import LayoutError
+from msa_workloads.context.layout import LayoutError, zigzag
 from msa_workloads.context.split import Split, head_patterns
 from msa_workloads.context.ulysses import HeadsError, HeadSplit
 from msa_workloads.data import Stream, Whole
 from msa_workloads.parallel.collective import on_rank_zero
 from msa_workloads.parallel.mesh import CP_HEADS, CP_KEYS, Mesh, MeshAxisName, UnsupportedError
-from msa_workloads.runspec import ContextSpec, RunSpec
+from msa_workloads.runspec import RunSpec
 
 log = logging.getLogger(__name__)
 
 PRICED = 4
 """Sequences of the run's own data on which layouts are priced."""
+
+
+def check_context(spec: RunSpec) -> None:
+    """Raise :class:`UnsupportedError` for a context degree that cannot be, with those that can.
+
+    Of a model config that leaves its heads to transformers' defaults they are checked later.
+    """
+    ranks, heads, length = spec.mesh.context, spec.context.heads, spec.sequence.length
+    if ranks > length:
+        raise UnsupportedError(
+            f"mesh.context: found {ranks} for sequences of {length} tokens; every rank needs one, "
+            f"so at most {length}"
+        )
+    if heads < 1 or ranks % heads:
+        valid = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise UnsupportedError(
+            f"context.heads: found {heads}, which does not divide the {ranks} ranks of "
+            f"mesh.context; valid: {', '.join(map(str, valid))}"
+        )
+    config = spec.model.config
+    if queries := config.get("num_attention_heads"):
+        kv_heads = config.get("num_key_value_heads") or queries
+        _check_heads((queries, kv_heads), heads, spec.mesh.tensor)
+    shared = ranks // heads
+    if shared > 1 and spec.context.layout == "zigzag":
+        try:
+            zigzag(length, shared, heads)
+        except LayoutError as error:
+            raise UnsupportedError(f"context.layout: {error}") from None
+
+
+def _check_heads(heads: tuple[int, int], degree: int, tensor: int) -> None:
+    try:
+        HeadSplit(heads[0] // tensor, max(1, heads[1] // tensor), degree)
+    except HeadsError as error:
+        raise UnsupportedError(f"context.heads: {error}") from None
 
 
 def context_split(
@@ -36,7 +72,8 @@ def context_split(
     ranks = mesh.sizes[MeshAxisName.CP]
     if ranks == 1:
         return Whole(), None
-    _check(spec.context, layers, heads, mesh)
+    _check_heads(heads, spec.context.heads, mesh.sizes[MeshAxisName.TP])
+    _check_patterns(layers, heads[1], ranks)
     weights = head_patterns(layers, heads[1])
     shares = spec.context.heads
 
@@ -66,20 +103,13 @@ def context_split(
     return split, Account(split, rules, layers, heads, tensor)
 
 
-def _check(
-    context: ContextSpec, layers: Sequence[Pattern], heads: tuple[int, int], mesh: Mesh
-) -> None:
-    tensor = mesh.sizes[MeshAxisName.TP]
-    try:
-        HeadSplit(heads[0] // tensor, max(1, heads[1] // tensor), context.heads)
-    except HeadsError as error:
-        raise UnsupportedError(f"context.heads: {error}") from None
+def _check_patterns(layers: Sequence[Pattern], kv_heads: int, ranks: int) -> None:
     for pattern in dict.fromkeys(layers):
         try:
-            for group in range(heads[1]):
+            for group in range(kv_heads):
                 pattern.for_group(group).rules()
         except PatternError as error:
             raise UnsupportedError(
-                f"mesh.context: found {mesh.sizes[MeshAxisName.CP]} with {pattern.kind}, whose "
-                f"keys cannot be planned ahead ({error.problem}); allowed: 1, or another pattern"
+                f"mesh.context: found {ranks} with {pattern.kind}, whose keys cannot be planned "
+                f"ahead ({error.problem}); allowed: 1, or another pattern"
             ) from None

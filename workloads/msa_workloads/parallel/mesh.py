@@ -156,21 +156,11 @@ def check_supported(spec: RunSpec) -> None:
         check_tensor(spec.model.config, mesh.tensor)
     except HeadsError as error:
         raise UnsupportedError(f"mesh.tensor: {error}") from None
-    if mesh.context > spec.sequence.length:
-        raise UnsupportedError(
-            f"mesh.context: found {mesh.context} for sequences of {spec.sequence.length} tokens; "
-            f"every rank needs one, so at most {spec.sequence.length}"
-        )
-    heads = spec.context.heads
-    if heads < 1 or mesh.context % heads:
-        valid = [n for n in range(1, mesh.context + 1) if mesh.context % n == 0]
-        raise UnsupportedError(
-            f"context.heads: found {heads}, which does not divide the {mesh.context} ranks of "
-            f"mesh.context; valid: {', '.join(map(str, valid))}"
-        )
-    # Here, because what it checks is built on this module.
+    # Here, because what they check is built on this module.
+    from msa_workloads.context.run import check_context
     from msa_workloads.parallel.activation import check
 
+    check_context(spec)
     check(spec)
 
 
