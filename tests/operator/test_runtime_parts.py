@@ -89,6 +89,22 @@ def test_a_key_that_fails_waits_longer_each_time_and_news_does_not_shorten_it():
     assert waits[0] > waits[6] and min(waits) >= BACKOFF_MAX_S * 0.74
 
 
+def test_news_goes_before_looks_that_are_merely_due_but_not_for_ever():
+    clock = Clock()
+    queue: WorkQueue[str] = WorkQueue(clock)
+    for n in range(4):
+        queue.add(f"usual-{n}")
+    assert due(queue, clock, 1) == "usual-0"
+    for n in range(5):
+        queue.add(f"news-{n}", news=True)
+    queue.add("usual-3", news=True)
+    order = [due(queue, clock) for _ in range(8)]
+    assert order == ["usual-3", "news-0", "news-1", "usual-1", "news-2", "news-3", "news-4",
+                     "usual-2"]  # fmt: skip
+    clock.now += 1
+    assert queue.load().waiting == 0
+
+
 def test_what_a_server_asks_to_wait_is_waited():
     clock = Clock()
     queue: WorkQueue[str] = WorkQueue(clock)

@@ -31,6 +31,8 @@ from msa_operator.runtime.memory import Memory
 from msa_operator.runtime.report import Reporter
 from msa_operator.runtime.store import JobObject, Store
 
+TURN_S = 1.0
+"""Between two writes of which the second says that something is so, or is not so any more."""
 UPGRADE_S = 30.0
 """Between two looks whether the custom resource definitions have been upgraded."""
 
@@ -206,7 +208,10 @@ class Actor:
         patch = self._difference(acting, acting.look.state.intent)
         if not patch:
             return None
-        left = acting.memory.status_written + self._every - time.monotonic()
+        every = self._every
+        if _turns(acting.look.job.raw.get("status"), patch):
+            every = min(every, TURN_S)
+        left = acting.memory.status_written + every - time.monotonic()
         if left > 0:
             return left
         try:
@@ -344,3 +349,11 @@ class Actor:
         if (reason, message) not in acting.memory.told:
             acting.memory.told.add((reason, message))
             self._recorder.record(acting.look.job, "Warning", reason, message)
+
+
+def _turns(old: Any, patch: dict[str, Any]) -> bool:
+    """Whether an edit is answered for the first time, or a condition has turned."""
+    if "observedGeneration" in patch:
+        return True
+    new = {c["type"]: c["status"] for c in patch.get("conditions") or ()}
+    return bool(new) and new != {c.type: c.status for c in status.conditions(old)}

@@ -113,7 +113,9 @@ class Controller:
         if news is not None and memory.status_written != written:
             self._metrics.shown(time.monotonic() - news)
         soon = LAST_WORD_S if decision.requeue_after and _over(memory, decision.intent) else None
-        waits = (decision.requeue_after, held_back, soon, self._store.unsettled(key))
+        # No event will tell that a node has been silent for long enough.
+        stuck = self._poll if memory.silent else None
+        waits = (decision.requeue_after, held_back, soon, stuck, self._store.unsettled(key))
         return min((w for w in waits if w is not None), default=None)
 
 

@@ -2,6 +2,7 @@
 
 Adding a key that is being worked on makes it come again afterwards, so no news is lost; adding it
 for later keeps the earlier of two times. A key that failed comes again after a wait that doubles.
+When more is due than can be done, news goes before looks that are merely due.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -19,6 +21,8 @@ K = TypeVar("K")
 BACKOFF_S = 0.5
 BACKOFF_MAX_S = 60.0
 """Long enough not to hurt a server in trouble, short enough that mending it is noticed."""
+TURNS = 3
+"""Keys with news that go before one without, when there are more than workers."""
 GAP_S = 0.1
 """Between two rounds of one key: a cluster that starts tells of each pod many times."""
 
@@ -51,6 +55,11 @@ class WorkQueue(Generic[K]):
     clock: Callable[[], float] = time.monotonic
     _entries: dict[K, _Entry] = field(default_factory=dict)
     _heap: list[tuple[float, int, K]] = field(default_factory=list)
+    _told: deque[K] = field(default_factory=deque)
+    """Due, because of an event."""
+    _usual: deque[K] = field(default_factory=deque)
+    """Due, because it was time."""
+    _turns: int = 0
     _serial: int = 0
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -61,25 +70,22 @@ class WorkQueue(Generic[K]):
         ``news``: because of an event, whose time :meth:`news` then tells.
         """
         with self._changed:
-            entry = self._entries.setdefault(key, _Entry())
+            entry, now = self._entries.setdefault(key, _Entry()), self.clock()
             if news and entry.news is None:
-                entry.news = self.clock()
-            self._schedule(key, entry, self.clock() + after)
+                entry.news = now
+                if entry.began is None and entry.due is not None and entry.due <= now:
+                    self._told.append(key)  # before those that wait for nothing but their turn
+                    self._changed.notify()
+            self._schedule(key, entry, now + after)
 
     def get(self) -> tuple[K, float | None] | None:
         """The next key that is due, and since when it has news; waits; None once closed."""
         with self._changed:
             while not self._closed:
                 now = self.clock()
-                while self._heap:
-                    due, _, key = self._heap[0]
-                    entry = self._entries.get(key)
-                    if entry is None or entry.due != due or entry.began is not None:
-                        heapq.heappop(self._heap)  # planned anew, or asked for while worked on
-                        continue
-                    if due > now:
-                        break
-                    heapq.heappop(self._heap)
+                key = self._next(now)
+                if key is not None:
+                    entry = self._entries[key]
                     news, entry.due, entry.news, entry.began = entry.news, None, None, now
                     return key, news
                 wait = self._heap[0][0] - now if self._heap else None
@@ -131,6 +137,24 @@ class WorkQueue(Generic[K]):
                 max((now - d for d in due), default=0.0),
                 max((now - b for b in began), default=0.0),
             )  # fmt: skip
+
+    def _next(self, now: float) -> K | None:
+        """A key that is due: those with news first, but every fourth time another one."""
+        while self._heap and self._heap[0][0] <= now:
+            due, _, key = heapq.heappop(self._heap)
+            entry = self._entries.get(key)
+            if entry is not None and entry.due == due and entry.began is None:
+                (self._told if entry.news is not None else self._usual).append(key)
+        lines = (self._told, self._usual)
+        for line in reversed(lines) if self._turns >= TURNS else lines:
+            while line:
+                key = line.popleft()
+                entry = self._entries.get(key)
+                # It may have been taken from the other line, or been planned for later since.
+                if entry is not None and entry.began is None and (entry.due or now + 1) <= now:
+                    self._turns = self._turns + 1 if line is self._told else 0
+                    return key
+        return None
 
     def _schedule(self, key: K, entry: _Entry, due: float) -> None:
         due = max(due, entry.not_before)
