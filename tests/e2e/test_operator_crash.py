@@ -18,6 +18,7 @@ from e2e.fixtures import not_here
 from e2e.paths import Unavailable
 from e2e.process import wait_for
 
+pytestmark = pytest.mark.slow
 SHARE = 0.3
 """Of the moments at which the operator is killed in the sample."""
 AT_ONCE = 10

@@ -24,6 +24,7 @@ from e2e.fixtures import not_here
 from e2e.paths import Unavailable
 from e2e.process import wait_for
 
+pytestmark = pytest.mark.slow
 RETRY_S = 2
 READS = "get list"
 LIFE_S = 150
