@@ -63,7 +63,7 @@ def train(name: str, data: torch.Tensor, layers: int) -> dict[str, object]:
     model = build(implementation, layers)
     if implementation == hf.NAME:
         hf.set_patterns(model, Window(WINDOW), backend=kernels)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     given = mask(name, data.shape[-1])
     losses, times = [], []
     backend.reset()

@@ -1,6 +1,10 @@
-"""Write the table and the plots of ``docs/kernels.md`` from a recorded run.
+"""Write the tables and the plot of ``docs/kernels.md`` from recorded runs.
 
-python benchmarks/kernels/report.py benchmarks/kernels/h200.json
+    python benchmarks/kernels/report.py benchmarks/kernels/h200.json
+
+The file holds rows of one run of ``measure.py``, or of several with a ``run`` number each: the
+newest of a row is shown, and all of them side by side where there are more. A row with a ``note``
+is kept for the record and shown only where there is no other.
 """
 
 from __future__ import annotations
@@ -25,16 +29,54 @@ OURS = ("auto", "triton")
 def main(path: str) -> None:
     run = json.loads(Path(path).read_text())
     rows = [row for row in run["rows"] if "error" not in row]
-    plain = [row for row in rows if shape(row) == ("128", "bfloat16")]
-    others = [row for row in rows if row not in plain]
+    by_key: dict[tuple, list[dict]] = {}
+    for row in rows:
+        by_key.setdefault(key(row), []).append(row)
+    newest = [
+        max(same, key=lambda row: ("note" not in row, row.get("run", 1)))
+        for same in by_key.values()
+    ]
+    plain = [row for row in newest if shape(row) == ("128", "bfloat16")]
+    others = [row for row in newest if row not in plain]
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    tables = heading(run) + table(plain)
+    tables = heading(run) + table(plain) + again(by_key)
     if others:
         tables += "\n\nOther head sizes, and fp16:\n\n" + table(others)
     PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
     plot(plain, max(row["sequence"] for row in plain), DOCS / "img" / "kernels.svg")
+
+
+def key(row: dict) -> tuple:
+    names = ("pattern", "sequence", "batch", "implementation")
+    return (*(row[name] for name in names), *shape(row))
+
+
+def again(by_key: dict[tuple, list[dict]]) -> str:
+    """Rows that several runs measured with the same implementation."""
+    lines = []
+    for same in by_key.values():
+        sound = [
+            row for row in same if "note" not in row and row.get("ran") == same[-1].get("ran")
+        ]
+        if len(sound) > 1:
+            times = " | ".join(f"{row['total_ms']:.2f} (run {row['run']})" for row in sound[:2])
+            apart = max(r["total_ms"] for r in sound) / min(r["total_ms"] for r in sound) - 1
+            where = f"{sound[0]['batch']} x {sound[0]['sequence']}"
+            lines.append(
+                f"| {sound[0]['pattern']} | {where} | {sound[0]['implementation']} | {times} | "
+                f"{100 * apart:.1f} % |"
+            )
+    if not lines:
+        return ""
+    head = (
+        "| pattern | batch x tokens | implementation | both, ms | again | apart |\n"
+        "|---|---|---|---:|---:|---:|\n"
+    )
+    return "\n\nRows that another run, on another machine of the kind, measured too:\n\n" + (
+        head + "\n".join(sorted(lines))
+    )
 
 
 def shape(row: dict) -> tuple[str, str]:
@@ -43,9 +85,14 @@ def shape(row: dict) -> tuple[str, str]:
 
 def heading(run: dict) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    runs = run.get("runs", [run])
+    dates = ", ".join(dict.fromkeys(one["date"] for one in runs))
+    ceiling = " to ".join(
+        f"{edge(one['matmul_tflops'] for one in runs):.0f}" for edge in (min, max)
+    )  # fmt: skip
     return (
-        f"{run['card']}, {run['date']}; {versions}; bf16 matrix product "
-        f"{run['matmul_tflops']:.0f} TFLOP/s. Milliseconds, and useful TFLOP/s in brackets.\n\n"
+        f"{run['card']}, {dates}; {versions}; bf16 matrix product {ceiling} TFLOP/s. "
+        "Milliseconds, and useful TFLOP/s in brackets.\n\n"
     )
 
 

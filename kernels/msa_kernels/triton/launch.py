@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ import triton
 
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import PartPlan, Request
-from msa_kernels.triton import backward, forward, stats
+from msa_kernels.triton import backward, forward, stats, tables
 from msa_kernels.triton.lists import device_lists
 from msa_kernels.triton.predicate import Predicate, encode, unsupported
+from msa_kernels.triton.tables import SMALLEST, Tile
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run element by element on the CPU: for tests only."""
@@ -37,9 +39,13 @@ class TritonKernel:
     name = "triton"
     forms_delta = False
 
-    def __init__(self, hopper: bool | None = None) -> None:
-        """``hopper`` False keeps to the plain kernels; None decides by the device."""
+    def __init__(
+        self, hopper: bool | None = None, tiles: Mapping[str, Tile] | None = None
+    ) -> None:
+        """``hopper`` False keeps to the plain kernels; None decides by the device. ``tiles``
+        stand for those of the tuning tables, by kernel: for measuring them."""
         self._hopper = hopper
+        self._tiles = tiles or {}
 
     def refuses(self, request: Request) -> str | None:
         if request.device.type != "cuda" and not INTERPRETED:
@@ -69,7 +75,8 @@ class TritonKernel:
         lse = torch.empty((batch, q_heads, q_rows), dtype=torch.float32, device=q.device)
         hopper = self._uses_hopper(q, k, v)
         block, stages = HOPPER["forward"]
-        tiles = (128, block) if hopper else _plain_tiles(q, "forward")
+        plain = self._tile(q, "forward")
+        tiles = (128, block) if hopper else plain[:2]
         lists = device_lists(plan, *tiles, q.device)
         common, constants = _arguments(plan, q, k, tiles)
         items = lists.tiles * q_heads * batch
@@ -89,7 +96,8 @@ class TritonKernel:
                 q, k, v, out, lse, *walk, *common, q_heads, kv_heads, lists.tiles,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], head_dim,
                 log2_scale, HEAD_DIM=_width(head_dim), BLOCK_M=tiles[0], BLOCK_N=tiles[1],
-                PRECISION=_precision(q), **constants, **_plain_options(q, "forward"),
+                PRECISION=_precision(q), **constants, num_warps=plain.warps,
+                num_stages=plain.stages,
             )  # fmt: skip
         return out, lse
 
@@ -154,13 +162,14 @@ class TritonKernel:
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
         scales = (head_dim, scale, scale * math.log2(math.e))
         for kind in ("dq", "dkv"):
-            tiles = _plain_tiles(q, kind)
+            plain = self._tile(q, kind)
+            tiles = plain[:2]
             lists = device_lists(plan, *tiles, q.device, transposed=kind == "dkv")
             common, constants = _arguments(plan, q, k, tiles)
             walk = (lists.pointers, lists.middles, lists.index, lists.order)
             shape = {"HEAD_DIM": _width(head_dim), "BLOCK_M": tiles[0], "BLOCK_N": tiles[1]}
-            options: dict[str, Any] = {**constants, **_plain_options(q, kind), **shape}
-            options["PRECISION"] = _precision(q)
+            options: dict[str, Any] = {**constants, **shape, "PRECISION": _precision(q)}
+            options |= {"num_warps": plain.warps, "num_stages": plain.stages}
             sizes = (q_heads, kv_heads, lists.tiles, lse.shape[2])
             if kind == "dq":
                 backward.dq_kernel[(lists.tiles * q_heads * batch,)](
@@ -172,6 +181,11 @@ class TritonKernel:
                     q, k, v, dout, dk, dv, lse, delta, *walk, *common, *sizes, *strides,
                     *dk.stride()[:3], *scales, **options,
                 )  # fmt: skip
+
+    def _tile(self, q: torch.Tensor, kernel: str) -> Tile:
+        if kernel in self._tiles:
+            return self._tiles[kernel]
+        return _tile_of(q.device, q.dtype, q.shape[-1], kernel)
 
     def _uses_hopper(self, *tensors: torch.Tensor) -> bool:
         if self._hopper is False or INTERPRETED or not _is_hopper(tensors[0].device):
@@ -199,11 +213,20 @@ def prepare(plan: PartPlan, device: torch.device, dtype: torch.dtype, head_dim: 
     if not plan.simple:
         plan.maps(device)
     sizes = {
-        kind: _hopper_tiles(kind) if hopper else _plain(dtype, head_dim, kind)[:2]
+        kind: _hopper_tiles(kind) if hopper else _tile_of(device, dtype, head_dim, kind)[:2]
         for kind in ("forward", "dq", "dkv")
     }
     for kind, tiles in sizes.items():
         device_lists(plan, *tiles, device, transposed=kind == "dkv")
+
+
+def _tile_of(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str) -> Tile:
+    if INTERPRETED:
+        return SMALLEST
+    width = max(64, _width(head_dim))
+    if device.type != "cuda":
+        return tables.anywhere(kernel, dtype, width)
+    return tables.tile(device, kernel, dtype, width)
 
 
 def _hopper_tiles(kind: str) -> tuple[int, int]:
@@ -305,27 +328,3 @@ def _width(head_dim: int) -> int:
 
 def _precision(q: torch.Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
-
-
-_PLAIN = {
-    # (kernel, padded head size): (query tile, key tile, warps, stages), 16-bit inputs
-    ("forward", 64): (128, 128, 8, 2), ("forward", 128): (128, 64, 8, 2),
-    ("forward", 256): (64, 64, 8, 1),
-    ("dq", 64): (128, 64, 8, 2), ("dq", 128): (128, 64, 8, 2), ("dq", 256): (64, 32, 8, 1),
-    ("dkv", 64): (64, 128, 8, 2), ("dkv", 128): (64, 128, 8, 2), ("dkv", 256): (32, 64, 8, 1),
-}  # fmt: skip
-
-
-def _plain(dtype: torch.dtype, head_dim: int, kernel: str) -> tuple[int, int, int, int]:
-    if INTERPRETED or dtype == torch.float32:
-        return 32, 32, 4, 1
-    return _PLAIN[kernel, max(64, _width(head_dim))]
-
-
-def _plain_tiles(q: torch.Tensor, kernel: str) -> tuple[int, int]:
-    return _plain(q.dtype, q.shape[-1], kernel)[:2]
-
-
-def _plain_options(q: torch.Tensor, kernel: str) -> dict[str, int]:
-    _, _, warps, stages = _plain(q.dtype, q.shape[-1], kernel)
-    return {"num_warps": warps, "num_stages": stages}
