@@ -21,8 +21,9 @@ from e2e.process import wait_for
 pytestmark = pytest.mark.slow
 SHARE = 0.3
 """Of the moments at which the operator is killed in the sample."""
-AT_ONCE = 10
-"""Lives that are led together: every death is one in the life of each of them."""
+PARTS = 10
+"""Of all moments of a life: those of one part are met in lives that are led together, so that
+every death is one in the life of each of them."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,8 @@ def test_killed_before_and_after_the_writes_of_one_life(stand: Stand, share: flo
 
 
 @pytest.mark.full
-def test_killed_once_in_each_of_many_lives(stand: Stand, capsys: Any):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_killed_once_in_each_of_many_lives(stand: Stand, part: int, capsys: Any):
     """As many lives as a life has moments: each with one death of its own, and all the others'."""
     operator = stand.operator().start()
     counting = Once(operator.kill, {})
@@ -92,20 +94,18 @@ def test_killed_once_in_each_of_many_lives(stand: Stand, capsys: Any):
     live([whole], 180)
     check(stand, [whole])
     writes = counting.writes[whole.world.namespace]
-    points = [(n, when) for n in range(1, writes + 1) for when in ("before", "after")]
-    killed: list[str] = []
-    for first in range(0, len(points), AT_ONCE):
-        lives = [Life(stand.world("once")) for _ in points[first : first + AT_ONCE]]
-        spaces = [life.world.namespace for life in lives]
-        how = Once(operator.kill, dict(zip(spaces, points[first:], strict=False)))
-        harm(stand, how)
-        live(lives, 400, reviving(stand, operator))
-        check(stand, lives)
-        killed += how.kills
-    told = f"{len(killed)} kills in {len(points)} lives of {writes} writes\n" + "\n".join(killed)
-    record("once", 1.0, told)
+    every = [(n, when) for n in range(1, writes + 1) for when in ("before", "after")]
+    points = every[part::PARTS]
+    lives = [Life(stand.world("once")) for _ in points]
+    spaces = [life.world.namespace for life in lives]
+    how = Once(operator.kill, dict(zip(spaces, points, strict=True)))
+    harm(stand, how)
+    live(lives, 400, reviving(stand, operator))
+    check(stand, lives)
+    told = [f"{len(how.kills)} kills in {len(points)} lives of {writes} writes", *how.kills]
+    record(f"once-{part}", 1.0, "\n".join(told))
     with capsys.disabled():
-        print(f"\n{told}")
+        print("\n" + "\n".join(told))
 
 
 def record(what: str, share: float, told: str) -> None:
