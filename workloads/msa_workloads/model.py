@@ -7,6 +7,7 @@ by layer, so that no rank ever holds more than one unsharded layer beside its sh
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import zlib
@@ -54,6 +55,9 @@ class LanguageModel(nn.Module):
         self._split = split
         self._kernel = kernel
         self.activations: activation.Activations | None = None
+        if loss_chunk and not split:
+            head = model.get_output_embeddings()
+            head.forward = functools.partial(_use_head, head, head.forward)
         if loss_chunk:
             for name in LOGIT_TRANSFORMS:
                 if getattr(model.config, name, None) not in (None, 1, 1.0):
@@ -92,13 +96,27 @@ class LanguageModel(nn.Module):
             if self._split:
                 losses = vocab.token_losses if per_token else vocab.summed_loss
                 return losses(hidden, head.weight, batch.labels, self._loss_chunk)
-            if per_token:
-                return chunked_token_losses(hidden, head, batch.labels, self._loss_chunk)
-            if self._kernel == "liger":
-                return liger_linear_loss(hidden, head, batch.labels)
-            return chunked_linear_loss(hidden, head, batch.labels, self._loss_chunk, self._kernel)
+            return head(hidden, functools.partial(self._losses, batch.labels, per_token))
         logits = self.model(input_ids=batch.tokens, position_ids=batch.positions, **extra).logits
         return (token_losses if per_token else summed_loss)(logits, batch.labels)
+
+    def _losses(
+        self, labels: torch.Tensor, per_token: bool, hidden: torch.Tensor, head: nn.Module
+    ) -> torch.Tensor:
+        if per_token:
+            return chunked_token_losses(hidden, head, labels, self._loss_chunk)
+        if self._kernel == "liger":
+            return liger_linear_loss(hidden, head, labels)
+        return chunked_linear_loss(hidden, head, labels, self._loss_chunk, self._kernel)
+
+
+def _use_head(
+    head: nn.Module, product: Callable[..., Any], hidden: torch.Tensor,
+    use: Callable[[torch.Tensor, nn.Module], torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A head's forward in which something else than its product may use its weights: within, and
+    only there, a sharded head is whole."""
+    return product(hidden) if use is None else use(hidden, head)
 
 
 def layer_patterns(attention: AttentionSpec, layers: int) -> list[Pattern]:
@@ -164,6 +182,13 @@ def build_model(
         _make_real(inner, layer, names, spec.training.seed, torch.device(make_on), weights)
         if mesh is not None:
             shard_module(layer, mesh, spec.training.precision)
+    head = inner.get_output_embeddings()
+    tied = head.weight is inner.get_input_embeddings().weight
+    if mesh is not None and spec.memory.loss_chunk and not (split or tied):
+        # By itself its gradient travels while those of the layers are computed. It is used once
+        # each way, right after another, and stays whole in between.
+        _make_real(inner, head, names, spec.training.seed, torch.device(make_on), weights)
+        shard_module(head, mesh, spec.training.precision, reshard=False)
     _make_real(inner, model, names, spec.training.seed, torch.device(make_on), weights)
     if mesh is not None:
         shard_module(model, mesh, spec.training.precision)

@@ -94,7 +94,8 @@ def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str,
 
     data = open_data(spec)
     # FSDP also keeps fp32 master weights beside bf16 compute, so bf16 uses it on one rank too.
-    sharded = world.size > 1 or spec.training.precision == "bf16"
+    masters = spec.training.precision == "bf16" and spec.memory.parameters == "fp32"
+    sharded = world.size > 1 or masters
     vocabulary = data.corpus.tokenizer.vocabulary
     model = build_model(spec, vocabulary, mesh if sharded else None, world.device)
     optimizer = build_optimizer(model, spec.training, spec.memory)

@@ -257,6 +257,10 @@ class _Input:
 
     def take(self) -> Tensor:
         """The input on the device, once: for the layer's own backward."""
+        parking = self.stack.done.parking
+        if parking is not None:
+            # The last one that left is still held here, and backward needs the room.
+            parking.settle()
         value = self._value()
         self.value = None
         self._prefetch()
@@ -266,7 +270,6 @@ class _Input:
         """The input on the device; inputs computed on the way stay for their own layers."""
         parking = self.stack.done.parking
         if self.value is None and self.parked is not None and parking is not None:
-            parking.settle()
             self.value = parking.take(self.parked)
             self.parked = None
         elif self.value is None:
