@@ -162,7 +162,7 @@ def test_the_doors_without_ray(make_spec: Callable[..., RunSpec], tmp_path: Path
     assert "tiny: finished" in alone.stdout
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m"]
-    pair = start("pair", *torchrun, mesh={"data_shard": 2}, sequence={"micro_batch": 1})
+    pair = start("pair", *torchrun, mesh={"context": 2})
     assert pair.returncode == 0, pair.stderr
     for name in ("alone", "pair"):
         folder = tmp_path / name
@@ -174,9 +174,11 @@ def test_the_doors_without_ray(make_spec: Callable[..., RunSpec], tmp_path: Path
         assert "checkpoint of step 6 committed" in (folder / "logs" / "rank-0.log").read_text()
     one, two = (json.loads((tmp_path / n / "summary.json").read_text()) for n in ("alone", "pair"))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["context"]["ranks"] == 2 and one["context"] is None
+    assert "keys and values a step" in (tmp_path / "pair" / "report.html").read_text()
     assert (tmp_path / "pair" / "logs" / "rank-1.log").exists()
 
-    bad = start("bad", mesh={"tensor": 2})
+    bad = start("bad", mesh={"tensor": 3})
     assert bad.returncode == 2
-    assert "mesh.tensor: found 2, allowed: 1" in bad.stdout + bad.stderr
+    assert "mesh.tensor: found 3, allowed: 1, 2, 4" in bad.stdout + bad.stderr
     assert "Traceback" not in bad.stdout + bad.stderr
