@@ -124,12 +124,13 @@ def test_a_sample_of_the_space(drawn: tuple[Case, ...]):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_whole_space(mesh: tuple[int, int, int, int]):
+def test_the_whole_space(mesh: tuple[int, int, int, int], packing: str):
     """Every mesh with every pattern on three layouts, both models, all packings."""
     cases = []
-    numbered = itertools.product(PATTERNS, ("contiguous", "zigzag", "auto"), PACKINGS)
-    for n, (pattern, layout, packing) in enumerate(numbered):
+    numbered = itertools.product(PATTERNS, ("contiguous", "zigzag", "auto"))
+    for n, (pattern, layout) in enumerate(numbered, PACKINGS.index(packing)):
         cases.append(
             Case(
                 mesh,
