@@ -59,7 +59,8 @@ def chunked_token_losses(
     hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, chunk: int
 ) -> torch.Tensor:
     """:func:`token_losses` of ``head(hidden)``, ``chunk`` tokens at a time; without gradients."""
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight: Any = head.weight
+    bias = getattr(head, "bias", None)
     pieces = zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True)
     found = [token_losses(F.linear(rows, weight, bias), y) for rows, y in pieces]
     return torch.cat(found).view_as(labels)
