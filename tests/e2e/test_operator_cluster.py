@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
     "checkpoint.everySteps": 10,
     "checkpoint.uri": None,
     # What really runs is small; what the defaults ask for is meant for real machines.
-    "pod.memory": "1536Mi",
+    "pod.memory": "2Gi",
     "pod.cpu": "500m",
 }
 
@@ -153,7 +153,7 @@ def installed(
         "image": {"repository": repository, "tag": tag},
         "nodeSelector": {"kubernetes.io/hostname": SYSTEM_NODE},
         "settings": {
-            "image": images.WORKER, "headMemory": "2Gi", "headCpu": "200m",
+            "image": images.WORKER, "headMemory": "4Gi", "headCpu": "200m",
             "checkpoint": {"claim": CLAIM}, "progressSeconds": 2,
         },
     }  # fmt: skip

@@ -89,7 +89,13 @@ ROWS: dict[str, list[Rule]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rules", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(rules, id=name, marks=[pytest.mark.full] if number % 3 else [])
+        for number, (name, rules) in enumerate(ROWS.items())
+    ],
+)
 def test_the_api_server_does_wrong(stand: Stand, rules: list[Rule]):
     if any("watch" in rule.verbs for rule in rules):
         stand.clear()  # an operator that runs has its watches already
@@ -277,7 +283,13 @@ def test_the_namespace_is_deleted_with_a_live_job(stand: Stand, operator: Operat
     assert operator.alive and operator.healthy()
 
 
-@pytest.mark.parametrize("phase", ["Provisioning", "Starting", "Running", "Draining", "Complete"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "Provisioning", "Running",
+        *(pytest.param(p, marks=pytest.mark.full) for p in ("Starting", "Draining", "Complete")),
+    ],
+)  # fmt: skip
 def test_deleted_in_any_phase_nothing_is_left(stand: Stand, operator: Operator, phase: str):
     world = stand.world("deleted")
     if phase == "Provisioning":

@@ -184,7 +184,9 @@ def test_ranks_made_of_bands_need_no_merge(world: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "world", [2, 3, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 4, 8))]
+)
 def test_ranks_give_what_one_process_gives(world: int):
     for rank, result in enumerate(on_forks(invariance, world)):
         error, number = result["worst"]

@@ -217,6 +217,7 @@ def test_a_submission_is_watched_drained_and_resumed(
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
+@pytest.mark.full
 def test_a_drain_before_the_first_step_ends_the_run_at_once(
     driver: Callable[..., Driver],
 ) -> None:
