@@ -7,9 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from msa_operator.cli.cluster import connect, explained
 from msa_operator.cli.options import emit, output_option
@@ -64,6 +61,10 @@ def _cluster(kubeconfig: str | None, context: str | None, namespace: str | None)
 
 
 def _print(found: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
