@@ -234,6 +234,7 @@ def test_suspended_in_mid_run_it_frees_every_pod_and_goes_on(installed: Installe
     assert found["attempts"][1]["fromStep"] == saved
 
 
+@pytest.mark.full
 def test_the_heads_node_loses_power(installed: Installed):
     # Everything of the job is placed on the node that will be lost.
     installed.kubectl("cordon", SYSTEM_NODE)
