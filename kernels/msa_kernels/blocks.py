@@ -110,11 +110,6 @@ class TileLists:
     def k_tiles(self) -> int:
         return -(-self.k_rows // self.block_k)
 
-    @property
-    def computed_pairs(self) -> int:
-        """Pairs that a kernel computes, masked ones inside partial tiles included."""
-        return len(self.index) * self.block_q * self.block_k
-
     @functools.cached_property
     def transposed(self) -> TileLists:
         """The same tiles listed by key tile: what the dK/dV pass walks."""

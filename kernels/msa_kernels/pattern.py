@@ -390,13 +390,6 @@ class Documents:
         """From one id per token; a change of id starts a new document."""
         return cls(tuple(len(list(run)) for _, run in itertools.groupby(ids)))
 
-    @classmethod
-    def from_bounds(cls, bounds: Sequence[int]) -> Documents:
-        """From cumulative bounds ``0 = b[0] < b[1] < ...`` (``cu_seqlens``)."""
-        if not bounds or bounds[0] != 0:
-            raise PatternError("bounds", f"must start at 0, found {list(bounds[:1])}")
-        return cls(tuple(b - a for a, b in itertools.pairwise(bounds) if b != a))
-
     @cached_property
     def bounds(self) -> tuple[int, ...]:
         """``0``, then the end of each document."""

@@ -58,9 +58,6 @@ class JobView:
         """The condition of that type; empty when there is none."""
         return next((c for c in self.conditions if c.get("type") == name), {})
 
-    def is_true(self, name: str) -> bool:
-        return self.condition(name).get("status") == "True"
-
 
 def view(raw: Mapping[str, Any], now: datetime.datetime) -> JobView:
     """A job object of the API server; fields that are missing or odd are passed over."""
