@@ -15,6 +15,8 @@ JOB ?= manifests/samples/stdlib-4k.yaml
 BENCH ?= $(shell grep -l '"--output"' benchmarks/*/*.py)
 ARGS ?=
 PYTEST_ARGS ?=
+# One waits for the cluster's pods while the other computes; more do not fit two cores.
+TEST_PROCESSES ?= 2
 
 # The interpreter that makes the environment is looked for outside of it.
 HOST_PATH := $(PATH)
@@ -46,7 +48,7 @@ demo: $(VENV)/.installed ## Train a small model at context length 4096 on this m
 test: lint ## Run the linters, then every test
 	@# First: a cold build takes longer than a test may. What cannot be built, its tests name.
 	$(BIN)/python tests/e2e build || test $$? -eq 3
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses=$(TEST_PROCESSES) --no-loadscope-reorder $(PYTEST_ARGS)
 
 cluster: $(VENV)/.installed ## Bring up a Kubernetes of two nodes with KubeRay; make cluster-down ends it
 	$(BIN)/python tests/e2e up $(or $(NAME),dev)

@@ -1,14 +1,26 @@
-"""Tests marked gpu are left out where there is no GPU, and the summary says so.
+"""Which tests run, and beside which others.
 
-Tests marked full run only when they are asked for: ``pytest -m full``.
+Tests marked gpu are left out where there is no GPU, and the summary says so. Tests marked full run
+only when they are asked for: ``pytest -m full``. Under ``pytest -n``, the tests of one file stay
+together, and all that use the cluster of two nodes, of which a machine carries one at a time.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from e2e.fixtures import api_server, cluster  # noqa: F401
 
 _left_out = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets several test processes share the cores: each computes with one thread."""
+    if hasattr(config, "workerinput"):
+        import os
+
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _has_gpu() -> bool:
@@ -23,12 +35,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in full]
+    # What takes longest first, so that it is not what other processes end up waiting for.
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu or _has_gpu():
         return
     config.stash[_left_out] = len(gpu)
     config.hook.pytest_deselected(items=gpu)
     items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands the number of tests left out to the process that prints the summary, if another."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_left_out, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which process runs which tests: a file is one piece, and so is the folder two_nodes."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return file.rpartition("/")[0] if "/two_nodes/" in file else file
+
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker collects all tests, so any of them knows how many there are."""
+    count = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[_left_out] = max(count, node.config.stash.get(_left_out, 0))
 
 
 def pytest_terminal_summary(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,7 +62,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     def say(text: str) -> None:
         # Shown as it happens: this is the part of a test run in which nothing else is said.
         with capture.global_and_fixture_disabled():
-            print(f"\n  cluster: {text}", end="", flush=True)
+            print(f"\n  cluster: {text}", end="", flush=True, file=sys.stderr)
 
     try:
         made = Cluster.up(f"test-{os.getpid()}", with_parent=True, say=say)

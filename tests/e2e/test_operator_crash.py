@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_killed_before_and_after_the_writes_of_one_life(stand: Stand, share: flo
     told = how.report()
     record("everywhere", share, told)
     with capsys.disabled():
-        print(f"\n{told}")
+        print(f"\n{told}", file=sys.stderr)
 
 
 @pytest.mark.full
@@ -105,7 +106,7 @@ def test_killed_once_in_each_of_many_lives(stand: Stand, part: int, capsys: Any)
     told = [f"{len(how.kills)} kills in {len(points)} lives of {writes} writes", *how.kills]
     record(f"once-{part}", 1.0, "\n".join(told))
     with capsys.disabled():
-        print("\n" + "\n".join(told))
+        print("\n" + "\n".join(told), file=sys.stderr)
 
 
 def record(what: str, share: float, told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import replace
 
@@ -215,7 +216,7 @@ def test_dying_before_and_after_every_write_changes_no_end(capsys):
             kills += 1
             assert end(life(script, n)[0]) == end(whole), (name, n)
     with capsys.disabled():
-        print(f"\nkilled at {kills} writes of {len(SCRIPTS)} lives")
+        print(f"\nkilled at {kills} writes of {len(SCRIPTS)} lives", file=sys.stderr)
 
 
 def test_the_lives_end_as_they_should():

@@ -61,7 +61,9 @@ def test_a_folder_is_read_tensor_by_tensor(
         assert torch.equal(ours, theirs), name
     tokens = torch.arange(9)[None]
     theirs = saved(input_ids=tokens).logits
-    assert torch.allclose(found.model(input_ids=tokens).logits, theirs, atol=1e-5)
+    # The same sums in another order: fp32 rounds them relative to the largest.
+    ours = found.model(input_ids=tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def over_ranks() -> bool:

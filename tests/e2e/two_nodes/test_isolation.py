@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from e2e import cluster as clusters
 from e2e.cluster import Cluster
 from e2e.fixtures import not_here
@@ -21,7 +20,7 @@ from e2e.paths import Unavailable
 from e2e.process import run, wait_for
 
 pytestmark = pytest.mark.cluster
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def state() -> dict[str, object]:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 
 import pytest
-
 from e2e import images
 from e2e.cluster import Cluster
 from e2e.paths import REPOSITORY

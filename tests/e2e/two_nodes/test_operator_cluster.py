@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from e2e import charts, images
 from e2e.cluster import Cluster
 from e2e.faults.jobs import JOBS, job
@@ -144,7 +144,7 @@ def installed(
 
     def say(text: str) -> None:
         with capture.global_and_fixture_disabled():
-            print(f"\n  operator: {text}", end="", flush=True)
+            print(f"\n  operator: {text}", end="", flush=True, file=sys.stderr)
 
     server = cluster.server
     began = time.monotonic()
@@ -265,7 +265,8 @@ def test_kubectl_shows_what_happened(installed: Installed):
     shown = installed.kubectl("get", "lcj", f"--namespace={NAMESPACE}")
     installed.say(f"kubectl get lcj\n{shown}")
     header, *rows = shown.splitlines()
-    assert header.split()[:2] == ["NAME", "PHASE"] and len(rows) == 4
+    assert header.split()[:2] == ["NAME", "PHASE"]
+    assert [row.split()[0] for row in rows][:3] == ["first", "second", "third"]
     assert all("Complete" in row for row in rows)
     told = installed.kubectl("describe", "lcj", "second", f"--namespace={NAMESPACE}")
     assert "WorkerLost" in told and "Succeeded" in told
