@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from msa_kernels.memo import by_identity
+from msa_kernels.listed import stretches
 from msa_kernels.rules import Part, Rule
 
 Ints = NDArray[np.int64]
@@ -250,7 +250,7 @@ def _table_spans(rule: Rule, some: _Segments) -> tuple[_Segments, Ints, Ints]:
     it lists."""
     assert rule.table is not None
     size, rows = rule.table
-    ptr, first, stop = _table_arrays(rows)
+    ptr, first, stop = stretches(rows)
     q_first = some.first // size
     at, within = _expand((some.stop - 1) // size - q_first + 1)
     q = q_first[at] + within
@@ -264,18 +264,6 @@ def _table_spans(rule: Rule, some: _Segments) -> tuple[_Segments, Ints, Ints]:
         np.minimum(some.stop[pick], (q + 1) * size), some.document[pick],
     )  # fmt: skip
     return cut, first[stretch] * size, stop[stretch] * size
-
-
-@by_identity(kept=16)
-def _table_arrays(rows: tuple[tuple[int, ...], ...]) -> tuple[Ints, Ints, Ints]:
-    """Stretches of neighbouring blocks: where each row's begin, and their first and last + 1."""
-    ptr = np.cumsum([0, *(len(row) for row in rows)])
-    listed = np.fromiter((k for row in rows for k in row), np.int64, int(ptr[-1]))
-    begins = np.diff(listed, prepend=-2) != 1
-    begins[ptr[:-1][ptr[:-1] < len(listed)]] = True
-    at = np.flatnonzero(begins)
-    last = np.append(at[1:], len(listed))[: len(at)] - 1
-    return np.searchsorted(at, ptr), listed[at], listed[last] + 1
 
 
 def touches(rule: Rule, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> NDArray[np.bool_]:

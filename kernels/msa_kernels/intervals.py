@@ -6,9 +6,11 @@ so is any union of them; dilation and columns are not (they would need one inter
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from msa_kernels.blocks import Runs
+from msa_kernels.listed import stretches
 from msa_kernels.rules import Part, Rule
 
 _FAR = 1 << 40
@@ -37,11 +39,8 @@ def _count(rule: Rule) -> int:
     """Most intervals of one query; neighbouring blocks of a list are one interval."""
     if rule.table is None:
         return 1
-    return max((_stretches(row) for row in rule.table[1]), default=0)
-
-
-def _stretches(row: tuple[int, ...]) -> int:
-    return sum(at == 0 or k != row[at - 1] + 1 for at, k in enumerate(row))
+    ptr, _, _ = stretches(rule.table[1])
+    return int(np.diff(ptr).max(initial=0))
 
 
 def ends(part: Part, queries: Runs, keys: Runs, device: torch.device) -> torch.Tensor:
@@ -122,26 +121,18 @@ def _spans(rule: Rule, i: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor
     if rule.table is None:
         return [(low, high)]
     size, rows = rule.table
-    stretches = [_joined(row) for row in rows]
-    most = max((len(row) for row in stretches), default=0)
+    ptr, first, stop = stretches(rows)
+    count = np.diff(ptr)
+    most = int(count.max(initial=0))
     if not most:
         return [(low, low)]
-    empty = [(0, 0)] * most
-    table = torch.tensor([(row + empty)[:most] for row in stretches], device=i.device) * size
+    row = np.repeat(np.arange(len(rows)), count)
+    made = np.zeros((len(rows), most, 2), np.int64)
+    made[row, np.arange(len(row)) - ptr[row]] = np.stack([first, stop], 1) * size
+    table = torch.from_numpy(made).to(i.device)
     inside = (i >= 0) & (i < len(rows) * size)
     mine = table[(i // size).clamp_(0, len(rows) - 1)] * inside[:, None, None]
     return [
         (torch.maximum(low, mine[:, n, 0]), torch.minimum(high, mine[:, n, 1]))
         for n in range(most)
     ]
-
-
-def _joined(row: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Listed blocks as stretches ``[first, last + 1)``."""
-    made: list[tuple[int, int]] = []
-    for k in row:
-        if made and made[-1][1] == k:
-            made[-1] = (made[-1][0], k + 1)
-        else:
-            made.append((k, k + 1))
-    return made

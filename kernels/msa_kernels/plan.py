@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from msa_kernels import spans
 from msa_kernels.blocks import Runs, TileLists, build
 from msa_kernels.pattern import Pattern
 from msa_kernels.rules import Part
+from msa_kernels.spans import Spans, serves
+from msa_kernels.walks import Walk
 
 Align = Literal["bottom-right", "top-left"]
 T = TypeVar("T")
@@ -101,21 +102,28 @@ class PartPlan:
         """Key tiles of every query tile, for these tile sizes."""
 
         def make() -> TileLists:
-            if spans.serves(self.part, self.keys):
-                return spans.build(self.part, self.queries, self.keys, block_q, block_k, False)
+            spans = self._spans(block_q, block_k, False)
+            if spans is not None:
+                return spans.lists()
             return build(self.part, self.queries, self.keys, block_q, block_k)
 
         return self.kept(("tiles", block_q, block_k), make)
 
-    def tiles_by_key(self, block_q: int, block_k: int) -> TileLists:
-        """Query tiles of every key tile: the same pairs of tiles, for the dK/dV pass."""
+    def walk(self, block_q: int, block_k: int, by_key: bool) -> Walk:
+        """Key tiles of every query tile or, ``by_key``, the same pairs of tiles the other way
+        around, for the dK/dV pass; not remembered, since a kernel keeps its own form."""
+        spans = self._spans(block_q, block_k, by_key)
+        if spans is not None:
+            return spans.walk()
+        lists = self.tiles(block_q, block_k)
+        return Walk.of(lists.transposed if by_key else lists)
 
-        def make() -> TileLists:
-            if spans.serves(self.part, self.queries):
-                return spans.build(self.part, self.keys, self.queries, block_k, block_q, True)
-            return self.tiles(block_q, block_k).transposed
-
-        return self.kept(("tiles by key", block_q, block_k), make)
+    def _spans(self, block_q: int, block_k: int, by_key: bool) -> Spans | None:
+        """None for parts that are no stretches of tiles."""
+        own, other, sizes = self.queries, self.keys, (block_q, block_k)
+        if by_key:
+            own, other, sizes = self.keys, self.queries, (block_k, block_q)
+        return Spans(self.part, own, other, *sizes, by_key) if serves(self.part, other) else None
 
     def maps(self, device: torch.device) -> TokenMaps:
         """Position and document of every row, on ``device``."""

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msa_kernels import spans
 from msa_kernels.blocks import Runs, TileLists, build
 from msa_kernels.pattern import BlockList, Dense, SinkWindow, Window
 from msa_kernels.rules import Part
+from msa_kernels.spans import Spans, serves
 from msa_kernels.testing import patterns, placed, seen_pairs
+from msa_kernels.walks import Walk
 
 TILES = st.sampled_from([1, 4, 7, 8, 13, 16])
 
@@ -79,10 +80,11 @@ def test_spans_write_down_the_same_lists(
         one = all(len(runs.begin) == len(set(runs.document.tolist())) for runs in where)
         for by_key in (False, True):
             own, other = reversed(where) if by_key else where
-            if not spans.serves(part, other):
+            if not serves(part, other):
                 continue
             sizes = (block_k, block_q) if by_key else (block_q, block_k)
-            found = spans.build(part, own, other, *sizes, by_key)
+            spans = Spans(part, own, other, *sizes, by_key)
+            found = spans.lists()
             wanted = lists.transposed if by_key else lists
             assert (found.ptr == wanted.ptr).all()
             assert (found.index == wanted.index).all()
@@ -90,6 +92,43 @@ def test_spans_write_down_the_same_lists(
             if one:
                 assert (found.full == wanted.full).all()
             assert (found.q_rows, found.k_rows) == (wanted.q_rows, wanted.k_rows)
+            walk, same = spans.walk(), Walk.of(found)
+            assert (walk.pointers == found.ptr).all()
+            assert (walk.middles == same.middles).all()
+            assert (walk.index == same.index).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), placed(), TILES, TILES)
+def test_a_walk_visits_partial_tiles_first(
+    data: st.DataObject, where: tuple[Runs, Runs], block_q: int, block_k: int
+) -> None:
+    for part in data.draw(patterns(120, per_head=False)).parts():
+        lists = build(part, *where, block_q, block_k)
+        walk = Walk.of(lists)
+        for q in range(lists.q_tiles):
+            begin, middle, end = walk.pointers[q], walk.middles[q], walk.pointers[q + 1]
+            some = slice(lists.ptr[q], lists.ptr[q + 1])
+            index, full = lists.index[some], lists.full[some]
+            assert walk.index[begin:middle].tolist() == index[~full].tolist()
+            assert walk.index[middle:end].tolist() == index[full].tolist()
+        length = np.diff(walk.pointers)[walk.order]
+        assert (np.diff(length) <= 0).all()
+
+
+def test_long_block_lists_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(tuple(sorted({q // 3, q // 2, q})) for q in range(40))
+    part = BlockList(16, rows).parts()[0]
+    runs = Runs.documents([300, 21, 319])
+    for by_key in (False, True):
+        spans = Spans(part, runs, runs, 16, 16, by_key)
+        whole = spans.lists()
+        with monkeypatch.context() as patch:
+            patch.setattr("msa_kernels.spans._AT_ONCE", 20)
+            pieces = spans.lists()
+        assert len(whole.index) > 5 * 20
+        for name in ("ptr", "index", "full"):
+            assert (getattr(whole, name) == getattr(pieces, name)).all()
 
 
 @pytest.mark.parametrize("pattern", [Window(8192), SinkWindow(8192, 512)])

@@ -38,7 +38,7 @@ def pairs_of_part(part: PartPlan, shape: tuple[int, int]) -> np.ndarray:
 @settings(deadline=None, max_examples=200)
 @given(st.data(), placed())
 def test_parts_add_up_to_the_pattern(data: st.DataObject, where: tuple[Runs, Runs]) -> None:
-    pattern = data.draw(patterns(120, per_head=False))
+    pattern = data.draw(patterns(140, per_head=False))
     queries, keys = where
     total = np.zeros((queries.rows, keys.rows), int)
     for part in plan(pattern, queries, keys):
