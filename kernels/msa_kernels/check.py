@@ -221,11 +221,13 @@ def _limits(
 
 
 def eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor
-) -> dict[str, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, seen: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Attention as PyTorch composes it in the inputs' dtype: the error that the dtype costs.
 
-    ``seen`` is bool (B, Hq, Sq, Sk); softmax is taken in fp32, as models do.
+    ``seen`` is bool (B, Hq, Sq, Sk); softmax is taken in fp32, as models do. Gradients are those
+    for ``dout`` and, where given, the cotangent ``dlse`` (B, Hq, Sq) of the LSE.
     """
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     seen = seen.to(q.device)
@@ -236,7 +238,11 @@ def eager(
     weights = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
     weights = weights * seen.any(-1, keepdim=True)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, heads[2])
-    grads = torch.autograd.grad(out, leaves, dout)
+    roots, cotangents = [out], [dout]
+    if dlse is not None:
+        roots.append(torch.logsumexp(scores.float(), -1))
+        cotangents.append(torch.where(seen.any(-1), dlse, 0.0))
+    grads = torch.autograd.grad(roots, leaves, cotangents)
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
 

@@ -21,8 +21,9 @@ from msa_kernels.rules import Part, Rule
 from msa_kernels.walks import Walk, pointers, written
 
 _FAR = 1 << 40
-_AT_ONCE = 1 << 22
-"""Tiles of block lists that are sorted at a time: bounds a build at about 100 MB."""
+_AT_ONCE = 1 << 13
+"""Stretches of block lists that are worked on at a time: arrays that stay in a core's cache, and
+in memory that the process has already, take half the time of those that need new pages."""
 
 
 def serves(part: Part, other: Runs) -> bool:
@@ -85,8 +86,7 @@ class Spans:
             self.own.rows, self.other.rows,
         )  # fmt: skip
 
-    def _spans(self) -> list[_Span]:
-        pieces = _pieces(self.own, self.other, self.block_own)
+    def _spans(self, pieces: _Pieces) -> list[_Span]:
         return [
             _span(rule, pieces, self.other, self.block_other, self.by_key)
             for rule in self.part.rules
@@ -98,7 +98,7 @@ class Spans:
         Without block lists every rule has one span for each piece of a tile, so that columns of
         the arrays below are pieces.
         """
-        spans = self._spans()
+        spans = self._spans(_pieces(self.own, self.other, self.block_own))
         if not spans:
             none = np.zeros(0, np.int64)
             return _Stretches(none, none, none, none.astype(bool))
@@ -137,53 +137,85 @@ class Spans:
         """
         width = -(-self.other.rows // self.block_other) + 1
         bits = self.block_own.bit_length()
-        rules = len(self.part.rules)
+        shift = bits + len(self.part.rules).bit_length()
         keys, full = [], []
-        for tile, begin, end, mark in self._marked():
-            # Tile, tile of the other side, rule and covered rows as one number.
-            number = np.repeat(
-                (((tile * width + begin) * rules) << bits) + mark, end - begin
-            )  # fmt: skip
-            number += written(np.zeros_like(begin), end - begin).astype(np.int64) * (rules << bits)
+        for first, count in self._marked(width, bits, shift):
+            number = np.repeat(first - ((np.cumsum(count) - count) << shift), count)
+            number += np.arange(len(number)) << shift
             number.sort()
-            rows = number & ((1 << bits) - 1)
+            rows = (number & ((1 << bits) - 1)).astype(np.int32)
             number >>= bits
-            first = np.flatnonzero(np.diff(number, prepend=-1))
-            whole = np.add.reduceat(rows, first) == self.block_own if len(first) else rows == -1
-            number = number[first] // rules
-            first = np.flatnonzero(np.diff(number, prepend=-1))
-            keys.append(number[first])
-            full.append(np.logical_or.reduceat(whole, first) if len(first) else whole)
+            begins = _changes(number)
+            whole = np.add.reduceat(rows, begins) == self.block_own
+            number = number[begins] >> (shift - bits)
+            if len(self.part.rules) > 1:
+                begins = _changes(number)
+                number, whole = number[begins], np.logical_or.reduceat(whole, begins)
+            keys.append(number)
+            full.append(whole)
         key = np.concatenate([*keys, np.empty(0, np.int64)])
         owner = key // width
         index = (key - owner * width).astype(np.int32)
         per_tile = np.bincount(owner, minlength=self._tiles)
         return self._lists(per_tile, index, np.concatenate([*full, np.empty(0, bool)]))
 
-    def _marked(self) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-        """Stretches (tile, begin, end) with one mark for all of each: its rule, and the rows that
-        it covers, 0 where partial. Some tiles with all of their stretches at a time."""
-        bits = self.block_own.bit_length()
-        pieces = []
-        for at, span in enumerate(self._spans()):
-            low = np.clip(span.full_begin, span.begin, span.end)
-            high = np.clip(span.full_end, low, span.end)
-            edges = (span.begin, low, high, span.end)
-            for n, rows in enumerate((0, span.rows, 0)):
-                mark = np.broadcast_to((at << bits) + rows, span.tile.shape)
-                some = np.flatnonzero(edges[n + 1] > edges[n])
-                pieces.append([a[some] for a in (span.tile, edges[n], edges[n + 1], mark)])
-        tile, begin, end, mark = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        total = int((end - begin).sum())
-        if total <= _AT_ONCE:
-            yield tile, begin, end, mark
-            return
-        per_tile = np.bincount(tile, end - begin, self._tiles)
-        group = (np.cumsum(per_tile) - per_tile) // _AT_ONCE
-        order = np.argsort(group[tile], kind="stable")
-        ends = np.flatnonzero(np.diff(group[tile][order])) + 1
-        for some in np.split(order, ends):
-            yield tile[some], begin[some], end[some], mark[some]
+    def _marked(self, width: int, bits: int, shift: int) -> Iterator[tuple[Ints, Ints]]:
+        """First tiles of stretches and their lengths, all of some tiles at a time.
+
+        A tile is one number: ``tile * width`` plus the tile of the other side, shifted, then its
+        rule, then in ``bits`` the rows that the stretch covers whole, 0 where it is partial.
+        """
+        pieces = _pieces(self.own, self.other, self.block_own)
+        weight = sum(_named(rule, pieces, self.by_key) for rule in self.part.rules)
+        for some in _portions(pieces.tile, np.broadcast_to(weight, pieces.tile.shape)):
+            firsts, counts, tiles = [], [], []
+            for at, span in enumerate(self._spans(pieces[some])):
+                low = np.minimum(np.maximum(span.full_begin, span.begin), span.end)
+                high = np.minimum(np.maximum(span.full_end, low), span.end)
+                tile = span.tile * width
+                for begin, end, rows in (
+                    (span.begin, low, 0), (low, high, span.rows), (high, span.end, 0),
+                ):  # fmt: skip
+                    firsts.append(((tile + begin) << shift) + ((at << bits) + rows))
+                    counts.append(end - begin)
+                    tiles.append(span.tile)
+            first, count = np.concatenate(firsts), np.concatenate(counts)
+            if int(count.sum()) <= 4 * _AT_ONCE:
+                if count.any():
+                    yield first, count
+                continue
+            tile = np.concatenate(tiles)
+            order = np.flatnonzero(count)
+            order = order[np.argsort(tile[order], kind="stable")]
+            tile, first, count = tile[order], first[order], count[order]
+            for at in _portions(tile, count):
+                yield first[at], count[at]
+
+
+def _changes(values: Ints) -> Ints:
+    """Where a sorted array that is not empty takes another value, its beginning included."""
+    return np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+
+
+def _named(rule: Rule, pieces: _Pieces, by_key: bool) -> Ints | int:
+    """About how many stretches a rule gives each piece."""
+    if rule.table is None:
+        return 1
+    size, rows = rule.table
+    ptr, _, _ = turned(rows) if by_key else stretches(rows)
+    return np.diff(ptr, append=ptr[-1])[np.clip(pieces.first // size, 0, len(ptr) - 1)] + 1
+
+
+def _portions(tile: Ints, weight: Ints) -> Iterator[slice]:
+    """Entries of ascending tiles in portions of whole tiles, of about ``_AT_ONCE`` in weight."""
+    sums = np.cumsum(weight)
+    if not len(sums):
+        return
+    firsts = np.flatnonzero(np.diff(tile, prepend=-1))
+    portion = (sums - weight)[firsts] // _AT_ONCE
+    begins = firsts[np.flatnonzero(np.diff(portion, prepend=-1))]
+    for begin, end in zip(begins, [*begins[1:], len(tile)], strict=True):
+        yield slice(int(begin), int(end))
 
 
 @dataclass(frozen=True)
@@ -206,7 +238,7 @@ class _Pieces:
     low: Ints
     high: Ints
 
-    def __getitem__(self, at: Ints) -> _Pieces:
+    def __getitem__(self, at: Ints | slice) -> _Pieces:
         return _Pieces(
             self.tile[at], self.first[at], self.stop[at], self.run[at], self.low[at], self.high[at]
         )
@@ -241,9 +273,8 @@ def _pieces(own: Runs, other: Runs, block: int) -> _Pieces:
     at = np.flatnonzero(found)
     mine = order[where[at]]
     low = other.position[mine]
-    return _Pieces(
-        tile[at], (row + shift)[at], (end + shift)[at], mine, low, low + other.length[mine]
-    )
+    high = low + other.length[mine]
+    return _Pieces(tile[at], (row + shift)[at], (end + shift)[at], mine, low, high)
 
 
 def _span(rule: Rule, pieces: _Pieces, other: Runs, block: int, by_key: bool) -> _Span:
@@ -256,14 +287,14 @@ def _span(rule: Rule, pieces: _Pieces, other: Runs, block: int, by_key: bool) ->
     some = stop > first
     # Row x of this side sees rows x + near .. x + far of the other one.
     near, far = (rule.lo, rule.hi) if by_key else (_mirrored(rule.hi), _mirrored(rule.lo))
-    low = np.full_like(first, -_FAR) if near is None else first + near
-    high = np.full_like(first, _FAR) if far is None else stop - 1 + far
-    all_low = low if near is None else stop - 1 + near
-    all_high = high if far is None else first + far
-    if not by_key:
-        low, all_low = np.maximum(low, 0), np.maximum(all_low, 0)
-        if rule.sinks is not None:
-            high, all_high = np.minimum(high, rule.sinks), np.minimum(all_high, rule.sinks)
+    low = all_low = pieces.low
+    high = all_high = pieces.high
+    if near is not None:
+        low, all_low = np.maximum(low, first + near), np.maximum(low, stop + (near - 1))
+    if far is not None:
+        high, all_high = np.minimum(high, stop + (far - 1)), np.minimum(high, first + far)
+    if not by_key and rule.sinks is not None:
+        high, all_high = np.minimum(high, rule.sinks), np.minimum(all_high, rule.sinks)
     if rule.block is not None:
         start = first // rule.block * rule.block
         last = (stop - 1) // rule.block * rule.block
@@ -271,8 +302,6 @@ def _span(rule: Rule, pieces: _Pieces, other: Runs, block: int, by_key: bool) ->
         high = np.minimum(high, last + rule.block)
         all_high = np.minimum(all_high, np.where(start == last, start + rule.block, -_FAR))
     shift = (other.begin - other.position)[pieces.run]
-    low, all_low = np.maximum(low, pieces.low), np.maximum(all_low, pieces.low)
-    high, all_high = np.minimum(high, pieces.high), np.minimum(all_high, pieces.high)
     some &= high > low
     begin = np.where(some, (low + shift) // block, 0)
     end = np.where(some, (high + shift - 1) // block + 1, 0)
@@ -298,11 +327,11 @@ def _at_table(size: int, rows: Rows, pieces: _Pieces, by_key: bool) -> _Pieces:
     )  # fmt: skip
     count = ptr[block + 1] - ptr[block]
     stretch = written(ptr[block], count)
-    pieces = pieces[np.repeat(np.arange(len(count)), count)]
-    return replace(
-        pieces, low=np.maximum(pieces.low, first[stretch] * size),
-        high=np.minimum(pieces.high, stop[stretch] * size),
-    )  # fmt: skip
+    return _Pieces(
+        *(np.repeat(a, count) for a in (pieces.tile, pieces.first, pieces.stop, pieces.run)),
+        low=np.maximum(np.repeat(pieces.low, count), (first * size)[stretch]),
+        high=np.minimum(np.repeat(pieces.high, count), (stop * size)[stretch]),
+    )
 
 
 def _mirrored(end: int | None) -> int | None:

@@ -124,9 +124,9 @@ def test_long_block_lists_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
         spans = Spans(part, runs, runs, 16, 16, by_key)
         whole = spans.lists()
         with monkeypatch.context() as patch:
-            patch.setattr("msa_kernels.spans._AT_ONCE", 20)
+            patch.setattr("msa_kernels.spans._AT_ONCE", 7)
             pieces = spans.lists()
-        assert len(whole.index) > 5 * 20
+        assert len(whole.index) > 10 * 7
         for name in ("ptr", "index", "full"):
             assert (getattr(whole, name) == getattr(pieces, name)).all()
 

@@ -203,16 +203,15 @@ def compute(given: Call, what: Pattern, backend: str, lse: bool = True) -> dict[
 def compare(given: Call, what: Pattern, found: dict[str, torch.Tensor]) -> None:
     """Every tensor's error is at most 2.5 times PyTorch's own at the dtype, plus 2e-3."""
     tensors = (given.q, given.k, given.v)
-    where = {"device": "cuda", "dout": given.dout, **given.oracle}
-    exact = by_name(reference(*tensors, what, **where))
-    seen = visible(given.q, given.k, what, **given.oracle)
-    own = check.eager(*tensors, given.dout, seen)
+    dlse = given.dlse if "lse" in found else None
+    exact = by_name(
+        reference(*tensors, what, device="cuda", dout=given.dout, dlse=dlse, **given.oracle)
+    )
+    own = check.eager(*tensors, given.dout, visible(given.q, given.k, what, **given.oracle), dlse)
     limits = {
         name: check.OWN_ERROR_FACTOR * relative_error(tensor, exact[name]) + check.OWN_ERROR_MARGIN
         for name, tensor in own.items()
     }
-    if "lse" in found:
-        exact = by_name(reference(*tensors, what, dlse=given.dlse, **where))
     errors = {name: relative_error(tensor, exact[name]) for name, tensor in found.items()}
     allowed = {name: limits.get(name, check.OWN_ERROR_MARGIN) for name in found}
     assert all(errors[name] <= allowed[name] for name in found), (errors, allowed)
