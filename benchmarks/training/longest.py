@@ -16,6 +16,7 @@ and measured beside it. Every phase is a line of JSON on disk before the next on
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -38,28 +39,45 @@ from msa_workloads.runspec import MemorySpec
 from ours import Ours
 
 
-def estimate(shape: Shape, tokens: int, ranks: int, memory: MemorySpec) -> dict[str, float]:
-    """GiB per GPU and on the host, term by term.
+def _kept(layers: int, memory: MemorySpec) -> tuple[int, int]:
+    """How many layers' inputs are kept, and how many of those stay on the device."""
+    kept = math.ceil(layers / memory.checkpoint_layers)
+    waiting = min(kept, memory.checkpoints_on_device) if memory.offload_checkpoints else kept
+    return kept, waiting
 
-    A unit is one layer's input on this rank. In backward of a layer its input, the normalised
-    input, q, k, v, the attention output, the middle residual, its normalised form, and two
-    gradients of the hidden size are alive at once: 8.5 units with 4 query heads a key/value head.
-    One more was measured on an H200 than this count explains.
-    The inputs of a segment's other layers, which were not kept, are units of their own.
+
+def backward_units(shape: Shape, memory: MemorySpec) -> list[float]:
+    """Tensors of the size of a layer's input that are alive at most in the backward of each
+    segment, the last segment first.
+
+    In backward of a layer these are its input, the normalised input, q, k, v, the attention
+    output, the middle residual, its normalised form, and two gradients: 8.5 with 4 query heads a
+    key/value head. The inputs of the segment's layers before it come on top, and those kept on
+    the device that are not needed yet. In a segment of one layer the next input arrives.
     """
+    kept, on_device = _kept(shape.layers, memory)
+    found = []
+    for number in range(kept - 1, -1, -1):
+        layers = min(memory.checkpoint_layers, shape.layers - number * memory.checkpoint_layers)
+        waiting = max(0, on_device - (kept - number))
+        arriving = int(0 < number <= kept - on_device)
+        found.append(8 + 2 * shape.kv_heads / shape.heads + waiting + max(layers - 1, arriving))
+    return found
+
+
+def estimate(shape: Shape, tokens: int, ranks: int, memory: MemorySpec) -> dict[str, float]:
+    """GiB per GPU and on the host, term by term; layers' inputs are counted by
+    :func:`backward_units`."""
     unit = tokens / ranks * shape.hidden * 2
-    kv = 2 * shape.kv_heads / shape.heads
     weights = 2 * shape.parameters / ranks
-    kept = math.ceil(shape.layers / memory.checkpoint_layers)
-    on_device = min(kept, memory.checkpoints_on_device) if memory.offload_checkpoints else kept
+    kept, on_device = _kept(shape.layers, memory)
     gathered = 0.0 if ranks == 1 else 2 * (2 * shape.head_weights + 2 * shape.layer_weights)
-    mlp = 3 * shape.inner * memory.mlp_chunk * 2 + 3 * shape.hidden * shape.inner * 4
     terms = {
         "weights": weights,
         "gathered_weights": gathered,
-        "layer_working_set": (9 + kv) * unit,
-        "mlp_tile": mlp,
+        "mlp_tile": 3 * shape.inner * memory.mlp_chunk * 2 + 3 * shape.hidden * shape.inner * 4,
         "rotation": tokens / ranks * shape.head_dim * 4,
+        "log_sum_exp": tokens / ranks * shape.heads * 4,
     }
     logits = memory.loss_chunk * shape.vocabulary * 2 + shape.head_weights * 4
     # As measured: the embeddings stay alive through forward, and one input on its way out.
@@ -67,12 +85,13 @@ def estimate(shape: Shape, tokens: int, ranks: int, memory: MemorySpec) -> dict[
     # Backward goes through the segments from the last one: gradients grow, checkpoints go.
     segments = []
     gradients = 2 * shape.head_weights / ranks
-    for number in range(kept - 1, -1, -1):
+    units = backward_units(shape, memory)
+    for number, alive in zip(range(kept - 1, -1, -1), units, strict=True):
         first = number * memory.checkpoint_layers
         layers = min(memory.checkpoint_layers, shape.layers - first)
         gradients += 2 * layers * shape.layer_weights / ranks
-        waiting = max(0, on_device - (kept - number))
-        segments.append(sum(terms.values()) + gradients + (layers - 1 + waiting) * unit)
+        segments.append(sum(terms.values()) + gradients + alive * unit)
+    terms["layer_working_set"] = max(units) * unit
     states = 2 * shape.parameters / ranks * (2 if memory.optimizer_states == "bf16" else 4)
     found = {name: value / GIB for name, value in terms.items()}
     found |= {
@@ -110,11 +129,12 @@ def main() -> int:
     parser.add_argument("--backend", default="triton", help="flash-attn-4 holds fp32 copies of dQ")
     parser.add_argument("--loss-chunk", type=int, default=8192)
     parser.add_argument("--mlp-chunk", type=int, default=16384)
-    parser.add_argument("--gpu-gib", type=float, default=133.0)
+    parser.add_argument("--gpu-gib", type=float, default=131.0)
+    parser.add_argument("--spare-gib", type=float, default=9.0, help="left free by a second try")
     parser.add_argument("--host-gib", type=float, default=108.0, help="of each rank, pinned")
     parser.add_argument("--checkpoint-layers", type=int)
     parser.add_argument("--checkpoints-on-device", type=int)
-    parser.add_argument("--seconds", type=float, default=390, help="leave the process after this")
+    parser.add_argument("--seconds", type=float, default=560, help="leave the process after this")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out")
     a = parser.parse_args()
@@ -124,8 +144,9 @@ def main() -> int:
     _leave_after(a.seconds, rows)
     shape = replace(TINY, layers=6) if a.tiny else Shape(layers=a.layers)
     rows.add("environment", **environment(), gpus=world.size)
-    for tokens in a.tokens:
-        if _tried(a, rows, world, shape, tokens, cuda):
+    spares = (0.0,) if a.checkpoint_layers else (0.0, a.spare_gib)
+    for tokens, spare in itertools.product(a.tokens, spares):
+        if _tried(a, rows, world, shape, tokens, cuda, a.gpu_gib - spare):
             break
         # Now that the error's frames are gone, so are the tensors that they held.
         _clear(cuda)
@@ -134,11 +155,12 @@ def main() -> int:
 
 
 def _tried(
-    a: argparse.Namespace, rows: Rows, world: Any, shape: Shape, tokens: int, cuda: bool
-) -> bool:
+    a: argparse.Namespace, rows: Rows, world: Any, shape: Shape, tokens: int, cuda: bool,
+    gpu_gib: float,
+) -> bool:  # fmt: skip
     """Whether a length trained; an error is a line of the results."""
     try:
-        train(a, rows, world, shape, tokens, cuda)
+        train(a, rows, world, shape, tokens, cuda, gpu_gib)
         return True
     except Exception as error:
         rows.add(
@@ -176,8 +198,9 @@ def _clear(cuda: bool) -> None:
 
 
 def train(
-    a: argparse.Namespace, rows: Rows, world: Any, shape: Shape, tokens: int, cuda: bool
-) -> None:
+    a: argparse.Namespace, rows: Rows, world: Any, shape: Shape, tokens: int, cuda: bool,
+    gpu_gib: float,
+) -> None:  # fmt: skip
     began = time.time()
     narrow = "bf16" if cuda else "fp32"
     base = MemorySpec(
@@ -191,7 +214,7 @@ def train(
             checkpoints_on_device=a.checkpoints_on_device or 0,
         )  # fmt: skip
     else:
-        memory = choose(shape, tokens, world.size, a.gpu_gib, a.host_gib, base)
+        memory = choose(shape, tokens, world.size, gpu_gib, a.host_gib, base)
     expected = estimate(shape, tokens, world.size, memory)
     rows.add("plan", tokens=tokens, memory=asdict(memory), estimate=expected)
 

@@ -296,12 +296,13 @@ class _Input:
         return out
 
     def _prefetch(self) -> None:
-        """Start bringing back the input that backward will ask for after this layer."""
+        """Start bringing back the input that backward asks for after this layer's segment.
+
+        Not before: where that one is on the device, an earlier one would lie beside it unused.
+        """
         parking = self.stack.done.parking
         if parking is None or self.before is not None:
             return
-        for number in range(self.number - 1, -1, -1):
-            earlier = self.inputs.get(number)
-            if earlier is not None and earlier.parked is not None:
-                parking.fetch(earlier.parked)
-                return
+        earlier = self.inputs.get(self.number - self.stack.memory.checkpoint_layers)
+        if earlier is not None and earlier.parked is not None:
+            parking.fetch(earlier.parked)
