@@ -52,6 +52,9 @@ class CudnnIntervals:
             return f"serves bfloat16 and float16, not {request.dtype}"
         if request.head_dim not in HEAD_DIMS:
             return f"serves multiples of 8 up to 128, and 256, not {request.head_dim}"
+        newer = torch.cuda.get_device_capability(request.device) > (9, 0)
+        if newer and request.head_dim == 256 and request.return_lse and request.needs_grad:
+            return "has no gradient of the LSE at head size 256 on this GPU"
         if request.partial:
             return "rounds its output, which pieces of a softmax must not be"
         if not (request.places or (request.plain and request.q_rows == request.k_rows)):
