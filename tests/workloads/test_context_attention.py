@@ -229,6 +229,16 @@ def heads_and_rings() -> dict[str, Any]:
                 options=Options(method=("ring", "all_to_all")[number % 2]),
             )  # fmt: skip
             worst.append((error, f"ulysses 2 x 2 {kind}, {name}"))
+    # Two groups a rank and four patterns: the most and the least of them come together.
+    uneven = PerHead((Dense(), Window(40), Window(20), Window(3)))
+    inputs = tensors(97, (8, 8), 0)
+    wanted = alone(inputs, uneven, document_ids([(97,)]))
+    outer = contiguous(97, 1, 4)
+    error, *_ = together(
+        inputs, wanted, outer.split(4), rank, plan=ContextPlan(outer, (97,), 0), group=None,
+        heads_group=dist.group.WORLD, pattern=uneven,
+    )  # fmt: skip
+    worst.append((error, "ulysses 4, reordered"))
     return {"worst": max(worst), "heads": moved()["heads"].received}
 
 

@@ -26,7 +26,7 @@ from ray_head import RayHead, free_port, until
 
 pytestmark = pytest.mark.slow
 
-STEPS = 400
+STEPS = 200
 TRAINING = {
     "max_steps": STEPS, "warmup_steps": 2, "precision": "fp32", "evaluate_sequences": 2,
 }  # fmt: skip

@@ -445,9 +445,3 @@ def test_ranks_are_balanced_where_members_alternate_over_their_groups(members: i
         for rank in range(degree)
     ]
     assert max(areas) * degree <= 1.03 * sum(areas)
-
-
-def test_fewer_groups_a_rank_than_members_are_not_balanced():
-    dense, window = Dense().pairs(8192), Window(512).pairs(8192)
-    uneven = HeadSplit(32, 8, 8).balance(PerHead((Window(512), Dense())), 8192)
-    assert uneven == pytest.approx(2 * dense / (dense + window))

@@ -162,10 +162,12 @@ def context_lines(report: dict[str, Any] | None) -> list[tuple[str, str]]:
         if alone and alone["layout"] != report["layout"] and alone["received_here"]:
             ratio = alone["received"] / alone["received_here"]
             lost = f"; alone {alone['layout']} would move {ratio:.0%} of that"
+        over = kind["heads_balance"]
+        uneven = f", over ranks that split heads {over:.3f}" if over > 1 else ""
         lines.append((
             f"  {kind['layers']} x {_name(kind['pattern'])}",
             f"{size(keys)} keys and values a step to the busiest rank{times}, {size(back)} "
-            f"gradients; area max/mean {kind['balance']:.3f}{lost}",
+            f"gradients; area max/mean {kind['balance']:.3f}{uneven}{lost}",
         ))  # fmt: skip
     hidden = report["hidden"]
     text = (

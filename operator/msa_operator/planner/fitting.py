@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from msa_kernels.pattern import Dense, Pattern, PerHead
-from msa_workloads.heads import HeadSplit
+from msa_workloads.heads import busiest
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
 from msa_operator.planner import comm, flops, timing
@@ -81,7 +81,7 @@ class Fitting:
         self._least: dict[MeshSpec, tuple[Setting, Setting | None]] = {}
         self._work: dict[tuple[int, str], flops.StepFlops] = {}
         self._micro: dict[tuple[int, int], list[int]] = {}
-        self._busiest: dict[int, float] = {}
+        self._busiest: dict[tuple[int, int], float] = {}
         self._rates: dict[str, float] = {}
         self._needs: dict[tuple[int, int], Needs] = {}
         """By tensor degree and identity of the ladder's rung."""
@@ -145,20 +145,21 @@ class Fitting:
             )
         return self._work[key]
 
-    def busiest(self, tensor: int) -> float:
-        """Attended pairs of the busiest tensor rank over the mean, all layers together."""
-        request = self.request
-        if tensor == 1 or not isinstance(request.pattern, PerHead):
+    def busiest(self, tensor: int, shares: int) -> float:
+        """Attended pairs of the busiest of the ranks that split heads over the mean, all layers
+        together: ``tensor`` ranks, each with ``shares`` ranks that exchange heads."""
+        request, shape = self.request, self.request.shape
+        if tensor * shares == 1 or not isinstance(request.pattern, PerHead):
             return 1.0
-        if tensor not in self._busiest:
-            window = request.shape.sliding_window
+        if (tensor, shares) not in self._busiest:
+            window = shape.sliding_window
             pattern = request.pattern if window is None else request.pattern.limited(window)
-            split = HeadSplit(request.shape.heads, request.shape.kv_heads, tensor)
-            sparse = request.shape.layers - len(request.dense_layers)
-            pairs = sparse * flops.head_pairs(pattern, request.length, request.shape.kv_heads)
+            sparse = shape.layers - len(request.dense_layers)
+            pairs = sparse * flops.head_pairs(pattern, request.length, shape.kv_heads)
             share = pairs / self.pairs if self.pairs else 0.0
-            self._busiest[tensor] = 1 + (split.balance(pattern, request.length) - 1) * share
-        return self._busiest[tensor]
+            over = busiest(shape.heads, shape.kv_heads, tensor, shares, pattern, request.length)
+            self._busiest[tensor, shares] = 1 + (over - 1) * share
+        return self._busiest[tensor, shares]
 
     def _timed(self, machine: Machine, mesh: MeshSpec, setting: Setting) -> Candidate:
         sequences = self.sequences(mesh)
@@ -172,7 +173,8 @@ class Fitting:
             )  # fmt: skip
         seconds = timing.step_seconds(
             machine, mesh, self.work(mesh, setting.memory), setting.moved,
-            precision=self.request.precision, busiest=self.busiest(mesh.tensor),
+            precision=self.request.precision,
+            busiest=self.busiest(mesh.tensor, setting.how.spec.heads),
         )  # fmt: skip
         speed = None if seconds is None else sequences * self.request.length / seconds
         return Candidate(machine, mesh, setting, seconds, speed)

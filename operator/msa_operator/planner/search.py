@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msa_workloads.heads import EVEN
 from msa_workloads.runspec import MeshSpec
 
 from msa_operator.planner.checks import check
@@ -21,9 +22,6 @@ from msa_operator.planner.splits import Split, shape_of, splits
 
 CLOSE = 0.97
 """Plans within 3 % of the fastest estimate count as equally fast; the simplest of them wins."""
-
-UNEVEN = 1.03
-"""Imbalance of attention over tensor ranks that is worth a note."""
 
 SHOWN = 64
 """Most rejected alternatives that a plan carries."""
@@ -134,12 +132,16 @@ def _reason(misfit: Misfit, request: Request) -> Rejected:
 
 
 def _uneven(fitting: Fitting, best: Candidate) -> tuple[str, ...]:
-    busiest = fitting.busiest(best.mesh.tensor)
-    if busiest <= UNEVEN:
+    tensor, shares = best.mesh.tensor, best.setting.how.spec.heads
+    busiest = fitting.busiest(tensor, shares)
+    if busiest <= EVEN:
         return ()
+    who, what = "tensor ranks", "tensor degree"
+    if shares > 1 and busiest > fitting.busiest(tensor, 1):
+        who, what = "ranks that exchange heads", "number of them (context.heads)"
     return (
-        f"tensor ranks attend unevenly: the busiest {busiest:.2f} x the mean, because each has "
-        "fewer key/value heads than there are patterns; a smaller tensor degree is even",
+        f"{who} attend unevenly: the busiest {busiest:.2f} x the mean, because its key/value "
+        f"heads are of the patterns that see most; a smaller {what} is more even",
     )
 
 

@@ -15,7 +15,7 @@ from msa_workloads.context.home import Packing, Rule, choose
 from msa_workloads.context.layout import LayoutError
 from msa_workloads.context.solver import weighted_area
 from msa_workloads.context.split import Split, head_patterns
-from msa_workloads.heads import HeadSplit
+from msa_workloads.heads import HeadSplit, busiest
 
 TIMED_STEP = 3
 """Step of an attempt whose exchanges are timed on GPUs: kernels are compiled by then."""
@@ -40,6 +40,7 @@ class Account:
     ) -> None:  # fmt: skip
         """``heads`` are those of all tensor ranks; ``tensor`` is their number and this rank's."""
         self._split, self._rules, self._heads = split, rules, heads
+        self._tensor = tensor[0]
         share = HeadSplit(*heads, tensor[0])
         self._whole: dict[Pattern, Pattern] = {}
         for pattern in layers:
@@ -79,7 +80,7 @@ class Account:
     ) -> dict[str, Any]:  # fmt: skip
         counted = [rank.get(pattern, {}) for rank in ranks]
         weights, home = head_patterns([pattern], self._heads[1]), self._split.home
-        busiest = total = 0
+        most = total = 0
         for documents in packings:
             layout = home.of(documents)
             rows = weighted_area(weights, documents, layout.tokens)
@@ -87,11 +88,14 @@ class Account:
                 int(rows[tokens[tokens < layout.tokens]].sum())
                 for tokens in map(layout.tokens_of, range(layout.ranks))
             ]
-            busiest, total = busiest + max(area), total + sum(area)
+            most, total = most + max(area), total + sum(area)
         return {
             "pattern": pattern.to_dict() if _plain(pattern) else str(pattern),
             "layers": layers,
-            "balance": round(busiest * home.ranks / total, 4) if total else 1.0,
+            "balance": round(most * home.ranks / total, 4) if total else 1.0,
+            "heads_balance": round(
+                busiest(*self._heads, self._tensor, self._split.heads, pattern, home.tokens), 4
+            ),
             "needed": _most(counted, "needed", steps),
             "keys": _most(counted, "keys", steps),
             "gradients": _most(counted, "gradients", steps),

@@ -153,8 +153,11 @@ def context_attention(
     check_pattern(pattern)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     split, kind = HeadSplit(q.shape[2], k.shape[2], heads), pattern
+    order: tuple[int, ...] = ()
     if heads_group is not None and heads > 1:
-        pattern = split.pattern(pattern, dist.get_rank(heads_group))
+        order = split.order(pattern, plans[0].layout.tokens)
+        pattern = split.pattern(pattern, dist.get_rank(heads_group), order)
+        q, k, v = (_reordered(t, order, k.shape[2]) for t in (q, k, v))
         q = sequence_to_heads(q, heads_group)
         k = sequence_to_heads(k, heads_group, split.copies)
         v = sequence_to_heads(v, heads_group, split.copies)
@@ -162,11 +165,20 @@ def context_attention(
         q, k, v, plans, group, pattern, factor, options, backend, return_lse, kind
     )  # fmt: skip
     if heads_group is not None and heads > 1:
-        out = heads_to_sequence(out, heads_group)
+        back = tuple(sorted(range(len(order)), key=order.__getitem__))
+        out = _reordered(heads_to_sequence(out, heads_group), back, len(back))
         if return_lse:
-            rows = lse.transpose(1, 2).unsqueeze(-1)
-            lse = heads_to_sequence(rows, heads_group).squeeze(-1).transpose(1, 2)
+            rows = heads_to_sequence(lse.transpose(1, 2).unsqueeze(-1), heads_group)
+            lse = _reordered(rows, back, len(back)).squeeze(-1).transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def _reordered(rows: Tensor, order: tuple[int, ...], groups: int) -> Tensor:
+    """(B, n, H, D) with the heads of ``groups`` key/value groups in another order."""
+    if order == tuple(range(groups)):
+        return rows
+    index = torch.tensor(order, device=rows.device)
+    return rows.unflatten(2, (groups, -1)).index_select(2, index).flatten(2, 3)
 
 
 @dataclass(frozen=True, eq=False)
