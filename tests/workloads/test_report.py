@@ -153,7 +153,8 @@ def test_what_context_ranks_moved_is_said_in_lines() -> None:
 
     kind = {
         "pattern": {"type": "PerHead", "members": [{"type": "Window", "window": 8}]},
-        "layers": 3, "balance": 1.02, "heads_balance": 1.25, "needed": {"most": 1 << 20, "total": 1 << 22},
+        "layers": 3, "balance": 1.02, "heads_balance": 1.25,
+        "needed": {"most": 1 << 20, "total": 1 << 22},
         "keys": {"most": 2 << 20, "total": 2 << 22}, "gradients": {"most": 3000, "total": 9000},
         "alone": {"layout": "contiguous", "received": 10, "received_here": 40},
     }  # fmt: skip
@@ -167,7 +168,7 @@ def test_what_context_ranks_moved_is_said_in_lines() -> None:
     )
     text = lines["  3 x PerHead(Window(window 8))"]
     assert "2.0 MiB keys and values a step to the busiest rank, 2.00 x the minimum" in text
-    assert "2.9 KiB gradients; area max/mean 1.020, over ranks that split heads 1.250; alone" in text
+    assert "2.9 KiB gradients; area max/mean 1.020, over ranks that split heads 1.250;" in text
     assert "alone contiguous would move 25%" in text
     assert "not measured" in lines["  hidden"]
     measured = {"share": 0.97, "milliseconds": 12.0, "waited_milliseconds": 0.4}
