@@ -246,7 +246,6 @@ BIG: dict[str, Any] = {
     "sequence": {"length": 131072, "globalBatchTokens": 4194304},
     "hardware": {"device": "gpu", "accelerators": {"min": 8, "max": 16},
                  "instanceTypes": ["mine.large"]},
-    "capacity": {"provisioner": "Existing"},
     "failure": {"onNodeLoss": ["Replan", "Fail"]},
 }  # fmt: skip
 PROFILE = {
@@ -333,10 +332,10 @@ REFUSED = [
      "spec.nothing"),
     ({"podPatch": {"spec": {"restartPolicy": "Always"}}}, "nearest: Never"),
     ({"checkpoint": {"uri": "file:///data/here"}}, "spec.checkpoint.uri"),
-    ({"hardware": {"device": "gpu", "accelerators": {"min": 1, "max": 8}}}, "nearest: Existing"),
+    ({"hardware": {"device": "gpu", "accelerators": {"min": 1, "max": 8}},
+      "capacity": {"provisioner": "Karpenter"}}, "nearest: Existing"),
     ({"hardware": {"device": "gpu", "accelerators": {"min": 1, "max": 8},
-                   "instanceTypes": ["p5.49xlarge"]},
-      "capacity": {"provisioner": "Existing"}}, "nearest: p5.4xlarge"),
+                   "instanceTypes": ["p5.49xlarge"]}}, "nearest: p5.4xlarge"),
 ]  # fmt: skip
 
 

@@ -345,9 +345,14 @@ def test_cpu_workers_are_planned_for_their_nodes_and_pods_not_for_the_operator()
 EXISTING = {**GPU, "spec.capacity.provisioner": "Existing", **SHARED}
 
 
-def test_nodes_that_would_have_to_be_made_are_refused_with_what_works():
-    with pytest.raises(JobError, match="nearest: Existing"):
-        planner().plan(parse_job(job({**GPU, **SHARED})), OWNER)
+@pytest.mark.parametrize("maker", ["Karpenter", "NodeGroup"])
+def test_nodes_that_would_have_to_be_made_are_refused_with_what_works(maker: str):
+    by_us = {**GPU, "spec.capacity.provisioner": maker, **SHARED}
+    with pytest.raises(JobError, match=r"capacity: \{provisioner: Existing\}.*nearest: Existing"):
+        planner().plan(parse_job(job(by_us)), OWNER)
+    # What is not asked for is not refused: the default takes the nodes that exist.
+    unasked = planner().plan(parse_job(job({**GPU, **SHARED})), OWNER)
+    assert unasked.summary == planner().plan(parse_job(job(EXISTING)), OWNER).summary
     reserved = {**EXISTING, "spec.capacity.reservation": {"ids": ["cr-0123456789abcdef0"]}}
     with pytest.raises(JobError, match="reservation"):
         planner().plan(parse_job(job(reserved)), OWNER)

@@ -21,12 +21,14 @@ class Reservation(Model):
 
 
 class Capacity(Model):
-    provisioner: Annotated[str, Choice(("Karpenter", "NodeGroup", "Existing"))] = "Karpenter"
-    """Who makes nodes: Karpenter, EKS node groups, or nobody (nodes exist)."""
+    provisioner: Annotated[str, Choice(("Auto", "Existing", "Karpenter", "NodeGroup"))] = "Auto"
+    """Who makes nodes for the job: nobody (Existing: nodes that are there, or that the cluster
+    brings for waiting pods), Karpenter, or EKS node groups. Auto is the best that this version
+    has, which is Existing; Karpenter and NodeGroup are refused on GPUs until they are built."""
     order: Annotated[
         tuple[str, ...], Each(Choice(("Reserved", "OnDemand", "Spot")), 3, unique=True)
     ] = ("Reserved", "OnDemand")
-    """Kinds of capacity in the order in which they are tried."""
+    """Kinds of capacity in the order in which they are tried, where nodes are made for the job."""
     reservation: Reservation = Field(default_factory=Reservation)
 
     rules: ClassVar = (

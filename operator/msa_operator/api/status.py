@@ -115,7 +115,8 @@ class Progress(Model):
     step: Count = 0
     max_steps: Count = 0
     loss: Annotated[float | None, Number(-1e9, 1e9)] = None
-    tokens_per_second: Count = 0
+    tokens_per_second: Annotated[int | None, Int(0)] = None
+    """Over the last steps; not there until one was measured."""
     mfu: Annotated[float | None, Number(0, 10)] = None
     """Model FLOP utilization, 0 to 1."""
     eta: Annotated[str, Text(32)] = ""

@@ -16,6 +16,7 @@ import urllib3
 from msa_operator.reconcile.observe import Submission
 from msa_operator.reconcile.pods import CONTROL_PORT, RUNSPEC_FOLDER
 from msa_operator.runtime import views
+from msa_operator.runtime.lookup import Lookups, Resolve, bound, first_address
 from msa_operator.runtime.views import Report
 
 DASHBOARD_PORT = 8265
@@ -54,7 +55,7 @@ class Heads:
 
     def __init__(
         self, timeout: float = 5.0, address: str = ADDRESS, asked: Asked = lambda *_: None,
-        retries: int = 0,
+        retries: int = 0, resolve: Resolve = first_address,
     ) -> None:  # fmt: skip
         self._address = address
         self._timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout), read=timeout)
@@ -63,6 +64,7 @@ class Heads:
         self._pool = urllib3.PoolManager(
             num_pools=64, maxsize=2, retries=urllib3.Retry(retries) if retries else False
         )
+        bound(self._pool, Lookups(min(CONNECT_S, timeout), resolve))
 
     def submissions(self, head: Head) -> tuple[Submission, ...]:
         """Every submission that the head knows."""

@@ -228,12 +228,14 @@ def _smaller(
 def _check_capacity(job: LongContextJob) -> None:
     """Refuse what only nodes made for the job would give: this version uses nodes that exist."""
     capacity, problems = job.spec.capacity, []
-    if job.spec.hardware.device == "gpu" and capacity.provisioner != "Existing":
+    maker = capacity.provisioner
+    if job.spec.hardware.device == "gpu" and maker not in ("Auto", "Existing"):
         problems.append(Problem(
             "spec.capacity.provisioner",
-            f"{capacity.provisioner}: this version makes no nodes, it uses those that exist or "
-            "that the cluster makes for waiting pods by itself",
-            "Existing", "Existing",
+            f"{maker}: this version makes no nodes, it uses those that exist or that the cluster "
+            "(Karpenter, an autoscaler) brings for waiting pods by itself; for these, write "
+            "capacity: {provisioner: Existing}, or leave the line out",
+            "Auto, Existing", "Existing",
         ))  # fmt: skip
     if capacity.reservation.ids:
         problems.append(Problem(

@@ -67,12 +67,12 @@ class Reporter:
 def _progress(seen: Seen) -> dict[str, Any]:
     """``status.progress``."""
     report = seen.report
-    eta = report.eta_seconds
+    eta, speed = report.eta_seconds, report.tokens_per_second
     shown = {
         "step": report.step,
         "maxSteps": report.max_steps,
         "loss": report.loss,
-        "tokensPerSecond": max(0, round(report.tokens_per_second or 0)),
+        "tokensPerSecond": None if speed is None else max(0, round(speed)),
         "mfu": None if report.mfu is None else min(10.0, max(0.0, round(report.mfu, 4))),
         "eta": "" if eta is None else duration(round(max(0.0, eta))),
         "checkpointStep": report.checkpoint_step,
