@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+from msa_workloads.sources import TEXT_SUFFIXES, key_filter
 
 from msa_operator.api.job import LongContextJob
 from msa_operator.api.problems import JobError, Problem, closest
@@ -18,8 +19,6 @@ S3_SECONDS = 5
 
 S3_PAGES = 10
 """Pages of a listing searched for one matching object, 1,000 keys each."""
-
-SUFFIXES = (".txt", ".jsonl")
 
 
 def check_sources(job: LongContextJob, *, local: bool) -> None:
@@ -45,7 +44,7 @@ def _files(source: str, field: str) -> Iterator[Problem]:
     path = unquote(source.removeprefix("file://"))
     pattern = os.path.join(path, "**") if os.path.isdir(path) else path
     found = [p for p in glob.iglob(pattern, recursive=True) if os.path.isfile(p)]
-    usable = [p for p in found if p.endswith(SUFFIXES)]
+    usable = [p for p in found if p.endswith(TEXT_SUFFIXES)]
     if not found:
         parent = Path(path.split("*")[0]).parent
         near = ""
@@ -72,9 +71,7 @@ def _objects(source: str, field: str) -> Iterator[Problem]:
     from botocore.exceptions import BotoCoreError, ClientError
 
     bucket, _, pattern = source.removeprefix("s3://").partition("/")
-    prefix = pattern
-    for wild in "*?[":
-        prefix = prefix.partition(wild)[0]
+    prefix, matches = key_filter(pattern)
     try:
         pages = (
             _s3()
@@ -85,8 +82,8 @@ def _objects(source: str, field: str) -> Iterator[Problem]:
         for page in pages:
             for item in page.get("Contents", ()):
                 keys += 1
-                matches = prefix == pattern or fnmatch.fnmatchcase(item["Key"], pattern)
-                if matches and item["Key"].endswith(SUFFIXES) and item["Size"]:
+                key = item["Key"]
+                if matches(key) and key.endswith(TEXT_SUFFIXES) and item["Size"]:
                     return
     except (BotoCoreError, ClientError) as error:
         yield Problem(field, f"{source}: {_reason(error, bucket)}", "a bucket that can be listed")

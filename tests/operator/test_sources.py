@@ -97,8 +97,12 @@ def test_buckets(bucket: Any):
     bucket.put_object(Bucket="corpus", Key="books/a.jsonl", Body=b"{}")
     bucket.put_object(Bucket="corpus", Key="books/empty.txt", Body=b"")
     bucket.put_object(Bucket="corpus", Key="books/a.bin", Body=b"x")
-    for good in ("books/*.jsonl", "books/", "books/a.jsonl", "b*"):
+    for good in ("books/*.jsonl", "books/", "books/a.jsonl", "b*/*"):
         assert data(f"s3://corpus/{good}") == [], good
+    # As for the run's reader, one star does not cross a slash.
+    bucket.put_object(Bucket="corpus", Key="shelf/row/a.txt", Body=b"text")
+    assert "matches no .txt" in data("s3://corpus/shelf/*.txt")[0][1]
+    assert data("s3://corpus/shelf/**/*.txt") == []
     ((path, what, _),) = data("s3://corpus/books/*.txt")
     assert path == "spec.data.source" and "no .txt or .jsonl object with content" in what
     assert "does not exist" in data("s3://other-bucket/x/*.txt")[0][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import http.server
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from msa_workloads import sources
 from msa_workloads.corpus import build_index
-from msa_workloads.sources import DataError, content_hash, open_source
+from msa_workloads.sources import DataError, content_hash, key_filter, open_source
 from msa_workloads.tokens import ByteTokenizer
 
 
@@ -110,6 +111,26 @@ def test_s3_lists_globs_and_reads_ranges(s3: Any) -> None:
     index = build_index(source, ByteTokenizer(), "text")
     assert index.content["method"] == "names, sizes and entity tags"
     assert index.tokens.tolist() == [7, 3]
+
+
+KEYS = ("a.txt", "b1.txt", "b/1.txt", "b/2.jsonl", "b/c/3.txt", "b/c/d/4.txt", "x[1].txt")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "*", "*.txt", "b/*", "b/*.txt", "b/**/*.txt", "**/*.txt", "**", "?.txt", "[ab]*.txt",
+        "[!ab]*.txt", "b/?/*", "b*1.txt", "b/[!1].*", "*/*/*", "b/**", "x[[]1].txt", "b[/]1.txt",
+    ],
+)  # fmt: skip
+def test_a_glob_over_keys_means_what_it_means_on_disk(tmp_path: Path, pattern: str) -> None:
+    for key in KEYS:
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_text("x")
+    prefix, matches = key_filter(pattern)
+    on_disk = glob.glob(pattern, root_dir=tmp_path, recursive=True)
+    found = {key for key in KEYS if key.startswith(prefix) and matches(key)}
+    assert found == {name for name in on_disk if (tmp_path / name).is_file()}
 
 
 def test_s3_notices_an_object_that_changed(s3: Any) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -176,10 +176,7 @@ class S3Source:
     def entries(self) -> tuple[Entry, ...]:
         from botocore.exceptions import BotoCoreError, ClientError
 
-        prefix = self._pattern
-        for wild in "*?[":
-            prefix = prefix.partition(wild)[0]
-        matches = None if prefix == self._pattern else _glob(self._pattern).fullmatch
+        prefix, matches = key_filter(self._pattern)
         found: list[Entry] = []
         try:
             pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -188,7 +185,7 @@ class S3Source:
             for page in pages:
                 for item in page.get("Contents", ()):
                     key = item["Key"]
-                    if matches is None or matches(key):
+                    if matches(key):
                         found.append(Entry(key, item["Size"], item["ETag"].strip('"')))
         except (BotoCoreError, ClientError) as error:
             raise DataError(f"{self.address}: cannot be listed: {error}") from None
@@ -240,13 +237,26 @@ class S3Source:
                 raise DataError(f"s3://{self._bucket}/{entry.name} {problem}") from None
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    """A glob over keys that means what it means on disk: only ``**`` crosses a slash."""
+def key_filter(pattern: str) -> tuple[str, Callable[[str], bool]]:
+    """The prefix under which the keys of a prefix or glob lie, and which of those it means.
+
+    A glob over keys means what it means on disk: only ``**`` crosses a slash. Keys of a prefix
+    are all that begin with it.
+    """
+    prefix = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+    if prefix == pattern:
+        return prefix, lambda key: key.startswith(prefix)
     forms = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
-    return re.compile(
-        "".join(forms.get(p, p if p.startswith("[") else re.escape(p)) for p in pieces)
-    )
+
+    def form(piece: str) -> str:
+        if some := re.fullmatch(r"\[(!?)([^]]+)\]", piece):
+            inside = re.sub(r"([\\^[&~|])", r"\\\1", some[2])
+            return f"(?!/)[{'^' if some[1] else ''}{inside}]"
+        return forms.get(piece, re.escape(piece))
+
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[!?[^]]+\])", pattern)
+    matches = re.compile("".join(map(form, pieces)), re.DOTALL).fullmatch
+    return prefix, lambda key: matches(key) is not None
 
 
 def s3_client() -> Any:
