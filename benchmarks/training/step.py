@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--label", default="", help="put beside the name of each row")
     parser.add_argument("--profile", help="folder for a table of kernels of each row's last step")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--seconds", type=float, default=150, help="start no row after this")
+    parser.add_argument("--seconds", type=float, default=450, help="start no row after this")
     parser.add_argument("--out")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0, help=argparse.SUPPRESS)
