@@ -29,6 +29,7 @@ from statistics import quantiles
 from typing import Any
 
 import audit
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
@@ -62,8 +63,10 @@ class Follower:
     first: dict[str, float] = field(default_factory=dict)
     ready: dict[str, float] = field(default_factory=dict)
     ready_shown: dict[str, float] = field(default_factory=dict)
-    edited: dict[str, tuple[int, float]] = field(default_factory=dict)
-    shown: dict[str, float] = field(default_factory=dict)
+    edited: list[tuple[str, int, float]] = field(default_factory=list)
+    """Jobs that were edited, the generation that made, and when it was asked for."""
+    shown: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When the status first showed that generation of the job, or a later one."""
     phase: dict[str, str] = field(default_factory=dict)
 
     async def jobs(self, client: Client) -> None:
@@ -79,9 +82,7 @@ class Follower:
             conditions = {c["type"]: c["status"] for c in status.get("conditions", ())}
             if conditions.get("RayReady") == "True":
                 self.ready_shown.setdefault(name, now)
-            generation, since = self.edited.get(name, (0, 0.0))
-            if generation and status.get("observedGeneration", 0) >= generation:
-                self.shown.setdefault(name, now - since)
+            self.shown.setdefault((name, status.get("observedGeneration", 0)), now)
 
     async def clusters(self, client: Client) -> None:
         async for _, seen in client.watch(CLUSTERS):
@@ -89,6 +90,18 @@ class Follower:
             if status.get("state") == "ready":
                 owner = seen["metadata"]["labels"]["flashmsa.dev/job"]
                 self.ready.setdefault(owner, time.monotonic())
+
+    def answers(self, since: float, until: float) -> list[float]:
+        """Seconds from an edit, made between the two times, to the status that shows it."""
+        found = []
+        for name, generation, asked in self.edited:
+            later = [at for (n, g), at in self.shown.items() if n == name and g >= generation]
+            if since <= asked < until and later:
+                found.append(min(later) - asked)
+        return found
+
+    def unanswered(self) -> int:
+        return len(self.edited) - len(self.answers(0.0, float("inf")))
 
     def phases(self) -> Counter[str]:
         return Counter(self.phase.values())
@@ -105,6 +118,9 @@ class Measurement:
     began: float = field(default_factory=time.monotonic)
     memory: list[tuple[float, float]] = field(default_factory=list)
     marks: dict[str, float] = field(default_factory=dict)
+    stepping: float = float("inf")
+    """When every job was stepping, by the clock of the follower."""
+    cpu: dict[str, float] = field(default_factory=dict)
 
     def age(self) -> float:
         return time.monotonic() - self.began
@@ -124,7 +140,13 @@ class Measurement:
             self.began = time.monotonic()
             await asyncio.gather(*(self._create(client, n) for n in range(self.jobs)))
             self.mark("all jobs created")
-            if await self._until("every job steps", lambda p: p["Running"] + p["Complete"]):
+            early = asyncio.create_task(self._edit_early(client))
+            stepped = await self._until(
+                "every job steps", lambda p: p["Running"] + p["Complete"]
+            )  # fmt: skip
+            early.cancel()
+            self.stepping = time.monotonic()
+            if stepped:
                 await self._edit(client)
             self.simulator.hold = False
             if await self._until("every job is complete", lambda p: p["Complete"]):
@@ -160,17 +182,28 @@ class Measurement:
     async def _edit(self, client: Client) -> None:
         """Edits of a part that may change at any time, one after another."""
         for number in range(min(EDITS, self.jobs)):
-            name = _name(number)
-            path = f"{JOBS.format(NAMESPACE)}/{name}"
-            since = time.monotonic()
-            changed = await client.patch(path, {"spec": {"failure": {"maxRestarts": 7}}})
-            self.follower.edited[name] = (changed["metadata"]["generation"], since)
+            await self._change(client, _name(number), 7)
             await asyncio.sleep(0.1)
         for _ in range(100):
-            if len(self.follower.shown) >= len(self.follower.edited):
+            if not self.follower.unanswered():
                 break
             await asyncio.sleep(0.1)
         self.mark("edits are shown")
+
+    async def _edit_early(self, client: Client) -> None:
+        """Edits of jobs that have a status already, while the others are on their way."""
+        for number in range(self.jobs):
+            name = _name(number)
+            while name not in self.follower.first:
+                await asyncio.sleep(0.1)
+            await self._change(client, name, 5)
+            await asyncio.sleep(0.5)
+
+    async def _change(self, client: Client, name: str, restarts: int) -> None:
+        path = f"{JOBS.format(NAMESPACE)}/{name}"
+        since = time.monotonic()
+        changed = await client.patch(path, {"spec": {"failure": {"maxRestarts": restarts}}})
+        self.follower.edited.append((name, changed["metadata"]["generation"], since))
 
     async def _emptied(self, client: Client) -> None:
         while self.age() < LIMIT_S:
@@ -184,6 +217,15 @@ class Measurement:
         while True:
             self.memory.append((round(self.age(), 1), self.operator.memory_mib()))
             await asyncio.sleep(0.5)
+
+
+def _cpu(server: ApiServer, operator: float) -> dict[str, float]:
+    """Processor seconds of each side so far."""
+    found = {"operator": operator, "simulator and measurement": sum(os.times()[:2])}
+    for process in server.processes:
+        times = psutil.Process(process.pid).cpu_times()
+        found[process.name] = times.user + times.system
+    return {name: round(seconds, 1) for name, seconds in found.items()}
 
 
 def _name(number: int) -> str:
@@ -227,6 +269,7 @@ def measure(jobs: int, workers: int, folder: Path) -> dict[str, Any]:
         finally:
             loop.stop()
         healthy, cpu = operator.healthy(), operator.cpu_seconds()
+        measurement.cpu = _cpu(server, cpu)
         operator.stop()
         return report(measurement, idle, cpu, healthy, log)
     finally:
@@ -251,11 +294,13 @@ def report(m: Measurement, idle: float, cpu: float, healthy: bool, log: Path) ->
             "cluster ready, in the burst": spread([
                 max(0.0, seen.ready_shown[n] - seen.ready[n])
                 for n in seen.ready_shown if n in seen.ready]),
-            "edited, while every job steps": spread(list(seen.shown.values())),
+            "edited, in the burst": spread(seen.answers(0.0, m.stepping)),
+            "edited, while every job steps": spread(seen.answers(m.stepping, float("inf"))),
         },
         "operator_memory_mib": {
             "idle": round(idle), "peak": round(max(mib for _, mib in m.memory))},
         "operator_cpu_seconds_per_job": round(cpu / m.jobs, 3),
+        "cpu_seconds": m.cpu,
         "operator_healthy": healthy,
         "requests_per_job": audit.per_job(counts, m.jobs),
         "writes_per_job": audit.writes_per_job(counts, m.jobs),
@@ -278,7 +323,7 @@ def main() -> int:
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} x {_processor()}, {platform.system()} {platform.release()}",
-        "load_average_before": round(load),
+        "load_average": {"before": round(load), "after": round(os.getloadavg()[0])},
         "versions": {
             "flash-msa-operator": version("flash-msa-operator"),
             "python": platform.python_version(),

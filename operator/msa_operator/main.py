@@ -26,7 +26,7 @@ from kubernetes.config import ConfigException
 from msa_operator import settings as settings_file
 from msa_operator.api import JobError
 from msa_operator.metrics import Metrics
-from msa_operator.runtime import logs
+from msa_operator.runtime import logs, views
 from msa_operator.runtime.act import Actor
 from msa_operator.runtime.capacity import ExistingNodes
 from msa_operator.runtime.clock import SteadyClock
@@ -34,6 +34,7 @@ from msa_operator.runtime.cluster import ClusterFacts
 from msa_operator.runtime.contact import Contacts
 from msa_operator.runtime.controller import Controller
 from msa_operator.runtime.events import Recorder
+from msa_operator.runtime.gate import Gate
 from msa_operator.runtime.head import ADDRESS, Heads
 from msa_operator.runtime.health import Health
 from msa_operator.runtime.kube import (
@@ -66,6 +67,8 @@ CRDS_S = 5.0
 """Between two looks for kinds that the API server does not know yet."""
 GRACE_S = 20.0
 """For rounds that are going on at SIGTERM; Kubernetes kills after 30 s unless told."""
+SWITCH_S = 0.001
+"""Threads that wait for answers go on after so much computing of another."""
 LABELLED = {CLUSTERS: "flashmsa.dev/job", PODS: "flashmsa.dev/job"}
 
 _log = logging.getLogger("msa_operator")
@@ -102,7 +105,8 @@ class Operator:
         limits = settings.timeouts
         where = options.kubeconfig, options.kube_url
         self._config = configuration(*where, options.retries, settings.concurrency + 4)
-        self._kube = Kube(self._config, limits.api_seconds, self.metrics.requested)
+        gate = Gate()
+        self._kube = Kube(self._config, limits.api_seconds, self.metrics.requested, gate)
         # Of its own, so that whatever the workers do, renewals are not held up.
         patience = min(limits.api_seconds, settings.lease.renew_seconds / 2)
         leases = Kube(configuration(*where, connections=2), patience, self.metrics.requested)
@@ -114,10 +118,11 @@ class Operator:
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue()
         heads = Heads(
-            limits.head_seconds, options.head_address, self.metrics.asked_head, options.retries
-        )
+            limits.head_seconds, options.head_address, self.metrics.asked_head, options.retries,
+            gate,
+        )  # fmt: skip
         facts = ClusterFacts(self._kube)
-        planner = Planner(settings, options.namespace, facts.profiles, facts.largest_node)
+        planner = Planner(settings, options.namespace, facts.profiles, facts.largest_node, gate)
         poll = settings.progress_seconds
         provider = ExistingNodes()
         recorder = Recorder(self._kube, options.name, clock)
@@ -131,7 +136,7 @@ class Operator:
                 self.store, self._kube, heads, recorder, self.metrics, provider,
                 self.lease.check, poll,
             ),
-            self.queue, self.metrics, self.stop, poll,
+            self.queue, self.metrics, self.stop, poll, gate,
         )  # fmt: skip
         self._watches = Watches(
             self._config, limits, settings.namespaces, self._received, self.metrics.heard
@@ -295,7 +300,7 @@ class Operator:
             self._relisted.set()
         key = self.store.event(resource, kind, raw)
         if key is not None and key[1]:
-            self.queue.add(key, news=True)
+            self.queue.add(key, news=True, asked=resource is JOBS and views.asks(raw))
 
     def _metrics(self) -> bytes:
         return self.metrics.render()
@@ -341,6 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (JobError, ConfigException, OSError) as error:
         _log.error("%s", error)
         return 2
+    sys.setswitchinterval(SWITCH_S)
     signal.signal(signal.SIGTERM, operator.stop)
     signal.signal(signal.SIGINT, operator.stop)
     return operator.run()

@@ -15,6 +15,7 @@ from msa_operator.reconcile.intent import Intent
 from msa_operator.reconcile.lifecycle import parts
 from msa_operator.reconcile.observe import Job, State
 from msa_operator.runtime import look, views
+from msa_operator.runtime.gate import Gate
 from msa_operator.runtime.kube import CLUSTERS, JOBS, PODS
 from msa_operator.runtime.planning import Planner, read_record
 from msa_operator.runtime.queue import BACKOFF_MAX_S, GAP_S, WorkQueue
@@ -103,6 +104,61 @@ def test_news_goes_before_looks_that_are_merely_due_but_not_for_ever():
                      "usual-2"]  # fmt: skip
     clock.now += 1
     assert queue.load().waiting == 0
+
+
+def test_what_a_person_asks_for_goes_before_news():
+    clock = Clock()
+    queue: WorkQueue[str] = WorkQueue(clock)
+    for n in range(6):
+        queue.add(f"news-{n}", news=True)
+    assert due(queue, clock) == "news-0"
+    queue.add("news-4", news=True, asked=True)
+    queue.add("edited", news=True, asked=True)
+    queue.add("usual")
+    order = [due(queue, clock) for _ in range(7)]
+    assert order == ["news-4", "edited", "usual", "news-1", "news-2", "news-3", "news-5"]
+    assert queue.load().waiting == 0
+    queue.done("edited", None)
+    queue.add("edited", news=True)
+    clock.now += GAP_S
+    queue.add("other", news=True, asked=True)
+    assert due(queue, clock) == "other"
+
+
+def test_an_edit_asks_until_the_status_shows_it_and_a_new_job_does_not():
+    def asks(generation: int, shown: int | None, **meta: Any) -> bool:
+        found = raw("u", "1")
+        found["metadata"] |= {"generation": generation, **meta}
+        return views.asks(found | {"status": {"observedGeneration": shown}})
+
+    assert asks(3, 2) and not asks(3, 3) and not asks(1, None)
+    assert asks(1, 1, deletionTimestamp="2026-01-01T00:00:00Z")
+
+
+def test_few_compute_at_once_and_who_waits_lets_others_on():
+    gate, inside, most = Gate(2), [0], [0]
+    lock, met = threading.Lock(), threading.Barrier(6, timeout=30)
+
+    def work() -> None:
+        with gate.computing():
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            with lock:
+                inside[0] -= 1
+            with gate.waiting():
+                met.wait()  # all six are here at once
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not met.broken and 1 <= most[0] <= 2
+    with gate.waiting():
+        pass  # a thread that computes nothing is not counted
+    with gate.computing(), gate.computing():
+        pass
 
 
 def test_what_a_server_asks_to_wait_is_waited():

@@ -78,19 +78,20 @@ class Rendered:
             "policyTypes": ["Ingress"],
             "ingress": [_within(name), *self.ingress],
         }
-        data = {**self.config, RECORD: self._record()}
+        config = {"immutable": True, "data": self.record()}
         return [
-            self._object("v1", "ConfigMap", name, {"immutable": True, "data": data}),
+            self._object("v1", "ConfigMap", name, config),
             self._object("networking.k8s.io/v1", "NetworkPolicy", name, {"spec": policy}),
             self._object("ray.io/v1", "RayCluster", name, {"spec": spec}),
         ]
 
-    def _record(self) -> str:
+    def record(self) -> dict[str, str]:
         """What :func:`from_record` reads: another cluster for the same run is made from it."""
-        return json.dumps(
+        made = json.dumps(
             {"cluster": self.cluster, "ingress": self.ingress, "labels": self.labels},
             sort_keys=True, separators=(",", ":"),
         )  # fmt: skip
+        return {**self.config, RECORD: made}
 
     def _object(self, version: str, kind: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         metadata = {

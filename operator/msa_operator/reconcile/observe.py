@@ -62,7 +62,7 @@ class Cluster:
     workers_wanted: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pod:
     """A pod of one of the job's clusters, by the name that its label gives."""
 

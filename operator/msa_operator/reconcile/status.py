@@ -7,6 +7,8 @@ intent is made :func:`canonical` before it is acted on.
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,6 +22,8 @@ from msa_operator.reconcile.intent import Attempt, Intent, Phase
 
 MESSAGE = 1024
 """Longest message of an intent or an attempt, in characters; an event holds as many bytes."""
+_READ = ("phase", "attempts", "ray", "intent")
+"""Parts of a status that an intent is read from."""
 _UTC = datetime.UTC
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=_UTC)
 
@@ -79,7 +83,7 @@ def read(raw: Any) -> Intent:
     """
     if not isinstance(raw, Mapping) or not raw:
         return Intent()
-    wanted = {k: raw[k] for k in ("phase", "attempts", "ray", "intent") if raw.get(k) is not None}
+    wanted = {k: raw[k] for k in _READ if raw.get(k) is not None}
     reader = Reader(lambda _: "status")
     found = reader.read(api.JobStatus, _known(api.JobStatus, wanted))
     if found is None:
@@ -114,6 +118,12 @@ def read(raw: Any) -> Intent:
         )
     except ValueError as error:  # a text that only looks like a time
         raise JobError([Problem("status", str(error))]) from error
+
+
+def digest(raw: Any) -> bytes:
+    """Equal where :func:`read` gives the same intent; found without reading it."""
+    wanted = [raw.get(k) for k in _READ] if isinstance(raw, Mapping) else []
+    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).digest()
 
 
 def conditions(raw: Any) -> tuple[Condition, ...]:

@@ -209,7 +209,9 @@ class Actor:
         if not patch:
             return None
         every = self._every
-        if _turns(acting.look.job.raw.get("status"), patch):
+        if "observedGeneration" in patch:
+            every = 0.0  # a person waits for it
+        elif _turns(acting.look.job.raw.get("status"), patch):
             every = min(every, TURN_S)
         left = acting.memory.status_written + every - time.monotonic()
         if left > 0:
@@ -279,7 +281,7 @@ class Actor:
 
     def _create(self, acting: Acting, name: str) -> None:
         look, planned, intent = acting.look, acting.look.planned, acting.decision.intent
-        if planned is None or planned.rendered.name(intent.epoch) != name:
+        if planned is None or planned.name(intent.epoch) != name:
             raise Again(f"{name} is not what was looked at")
         try:
             self._children.create(planned.rendered, name, look.owner, first=intent.epoch == 1)
@@ -352,8 +354,6 @@ class Actor:
 
 
 def _turns(old: Any, patch: dict[str, Any]) -> bool:
-    """Whether an edit is answered for the first time, or a condition has turned."""
-    if "observedGeneration" in patch:
-        return True
+    """Whether a condition has turned."""
     new = {c["type"]: c["status"] for c in patch.get("conditions") or ()}
     return bool(new) and new != {c.type: c.status for c in status.conditions(old)}

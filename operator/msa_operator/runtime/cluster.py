@@ -77,7 +77,7 @@ class ClusterFacts:
 
     def edition(self) -> Any:
         """Equal as long as plans would be made from the same facts."""
-        return self.largest_node(), tuple(p.model_dump_json() for p in self.profiles())
+        return self.largest_node(), self.profiles()
 
     def _cached(self, what: str, seconds: float, ask: Callable[[], T], unknown: T) -> T:
         with self._lock:

@@ -16,6 +16,7 @@ from msa_operator.reconcile.decide import decide
 from msa_operator.reconcile.intent import Intent
 from msa_operator.runtime import logs
 from msa_operator.runtime.act import Actor, Again
+from msa_operator.runtime.gate import Gate
 from msa_operator.runtime.kube import KubeError
 from msa_operator.runtime.lease import LeaseLost
 from msa_operator.runtime.look import Observer
@@ -34,7 +35,9 @@ class Controller:
     def __init__(
         self, store: Store, observer: Observer, actor: Actor, queue: WorkQueue[Key],
         metrics: Metrics, lost: Callable[[], None], poll: float = 15.0,
+        gate: Gate | None = None,
     ) -> None:  # fmt: skip
+        self._gate = gate or Gate()
         self._store = store
         self._observer = observer
         self._actor = actor
@@ -71,7 +74,7 @@ class Controller:
             after: float | None = None
             failed = True
             try:
-                with logs.about(*key):
+                with logs.about(*key), self._gate.computing():
                     try:
                         after = self.round(key, news)
                         result, failed = "ok", False

@@ -16,6 +16,7 @@ import urllib3
 from msa_operator.reconcile.observe import Submission
 from msa_operator.reconcile.pods import CONTROL_PORT, RUNSPEC_FOLDER
 from msa_operator.runtime import views
+from msa_operator.runtime.gate import Gate
 from msa_operator.runtime.lookup import Lookups, Resolve, bound, first_address
 from msa_operator.runtime.views import Report
 
@@ -55,8 +56,9 @@ class Heads:
 
     def __init__(
         self, timeout: float = 5.0, address: str = ADDRESS, asked: Asked = lambda *_: None,
-        retries: int = 0, resolve: Resolve = first_address,
+        retries: int = 0, gate: Gate | None = None, resolve: Resolve = first_address,
     ) -> None:  # fmt: skip
+        self._gate = gate or Gate()
         self._address = address
         self._timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout), read=timeout)
         self._asked = asked
@@ -138,15 +140,16 @@ class Heads:
         limit = urllib3.Timeout(connect=CONNECT_S, read=seconds) if seconds else self._timeout
         result = "error"
         try:
-            answer = self._pool.request(
-                method, f"{base}{path}", headers=headers, timeout=limit, redirect=False,
-                body=None if body is None else json.dumps(body), preload_content=False,
-            )  # fmt: skip
-            try:
-                raw = answer.read(LARGEST, decode_content=True)
-            finally:
-                answer.drain_conn()
-                answer.release_conn()
+            with self._gate.waiting():
+                answer = self._pool.request(
+                    method, f"{base}{path}", headers=headers, timeout=limit, redirect=False,
+                    body=None if body is None else json.dumps(body), preload_content=False,
+                )  # fmt: skip
+                try:
+                    raw = answer.read(LARGEST, decode_content=True)
+                finally:
+                    answer.drain_conn()
+                    answer.release_conn()
             good = 200 <= answer.status < 300
             result = "ok" if good or answer.status in fine else "refused"
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:

@@ -18,6 +18,8 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
+from msa_operator.runtime.gate import Gate
+
 FIELD_MANAGER = "flash-msa-operator"
 PROGRESS_MANAGER = "flash-msa-operator-progress"
 """Of progress alone, so that one can see in managedFields who wrote what."""
@@ -126,9 +128,10 @@ class Kube:
 
     def __init__(
         self, found: client.Configuration, timeout: float = 15.0,
-        requested: Requested = lambda *_: None,
+        requested: Requested = lambda *_: None, gate: Gate | None = None,
     ) -> None:  # fmt: skip
         self._config = found
+        self._gate = gate or Gate()
         self._rest = client.ApiClient(found).rest_client
         self._timeout = timeout
         self._requested = requested
@@ -242,10 +245,11 @@ class Kube:
             headers[setting["key"]] = setting["value"]
         began, code = time.monotonic(), "error"
         try:
-            answer = self._rest.request(
-                method, f"{self._config.host}{path}?{urlencode(limits)}", headers=headers,
-                body=body, _request_timeout=(CONNECT_S, self._timeout + CONNECT_S),
-            )  # fmt: skip
+            with self._gate.waiting():
+                answer = self._rest.request(
+                    method, f"{self._config.host}{path}?{urlencode(limits)}", headers=headers,
+                    body=body, _request_timeout=(CONNECT_S, self._timeout + CONNECT_S),
+                )  # fmt: skip
             raw = answer.data if answer.data is not None else answer.read()
             code = answer.status
         except ApiException as error:

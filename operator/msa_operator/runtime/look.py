@@ -16,7 +16,7 @@ from msa_operator.api import JobError, parse_job
 from msa_operator.api.job import API_VERSION
 from msa_operator.reconcile import names, status
 from msa_operator.reconcile.desired import Owner
-from msa_operator.reconcile.intent import HOLDING
+from msa_operator.reconcile.intent import HOLDING, Intent
 from msa_operator.reconcile.lifecycle import parts
 from msa_operator.reconcile.observe import Job, Pod, State
 from msa_operator.runtime.capacity import Provider
@@ -98,25 +98,35 @@ class Observer:
         return Look(state, job, owner, planned, head, service)
 
     def _read(self, job: JobObject, owner: Owner, memory: Memory) -> Read:
-        if memory.read is not None and memory.read.version == job.meta.version:
-            return memory.read
-        intent = status.read(job.raw.get("status"))
-        parsed, problem = None, ""
+        last = memory.read
+        if last is not None and last.version == job.meta.version:
+            return last
+        said = job.raw.get("status")
+        told = status.digest(said)
+        intent = last.intent if last is not None and last.told == told else status.read(said)
+        known = job.meta.version, job.meta.generation, told
+        if last is not None and last.job is not None and last.generation == known[1]:
+            # Whatever changed, it was not the spec.
+            read = Read(*known, last.job, last.spec, "", last.parts, intent)
+        else:
+            read = self._parse(job, owner, intent, known, memory)
+        memory.read = read
+        return read
+
+    def _parse(
+        self, job: JobObject, owner: Owner, intent: Intent, known: tuple[str, int, bytes],
+        memory: Memory,
+    ) -> Read:  # fmt: skip
         try:
             plain = {k: job.raw.get(k) for k in ("apiVersion", "kind", "metadata", "spec")}
             parsed = parse_job(plain)
         except JobError as error:
-            problem = explain(error)
-        if parsed is not None:
-            read = Read(job.meta.version, parsed, parsed.spec, "", parts(parsed.spec), intent)
-        else:
             if intent.phase in HOLDING:
                 self._plans.held(intent, owner, None, memory)
             usable = memory.accepted or parse_job(_PLAIN)
             # The same parts as accepted: nothing can be said of what was edited.
-            read = Read(job.meta.version, None, usable.spec, problem, intent.accepted, intent)
-        memory.read = read
-        return read
+            return Read(*known, None, usable.spec, explain(error), intent.accepted, intent)
+        return Read(*known, parsed, parsed.spec, "", parts(parsed.spec), intent)
 
     def _pods(self, found: list[RayPod], memory: Memory) -> tuple[Pod, ...]:
         out, silent = [], {}

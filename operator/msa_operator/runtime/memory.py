@@ -19,7 +19,7 @@ from msa_operator.runtime.views import Report
 NEVER = float("-inf")
 
 
-@dataclass
+@dataclass(slots=True)
 class Contact:
     """The last exchange with one head."""
 
@@ -35,7 +35,7 @@ class Contact:
     """We did something since it was asked."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Seen:
     """What a run last reported, and when its step last grew."""
 
@@ -44,11 +44,26 @@ class Seen:
     received: float
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan as it was last made, or why there is none."""
+
+    inputs: Any
+    """What it was made from."""
+    job: LongContextJob
+    plan: Planned | None
+    refused: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """A job object as it was read, for as long as the object is the same."""
 
     version: str
+    generation: int
+    told: bytes
+    """Digest of what the intent was read from."""
     job: LongContextJob | None
     spec: JobSpec
     problem: str
@@ -57,14 +72,13 @@ class Read:
     intent: Intent
 
 
-@dataclass
+@dataclass(slots=True)
 class Memory:
     """Of one job object, by its uid; used by one worker at a time."""
 
     uid: str
     read: Read | None = None
-    planned: tuple[Any, Planned | None, str, float] | None = None
-    """For which inputs, the plan, why there is none, and when that was."""
+    planned: Made | None = None
     held: tuple[Any, Planned] | None = None
     """For which intent, and the plan that the job's cluster was made from."""
     accepted: LongContextJob | None = None

@@ -7,9 +7,9 @@ in that cluster's ConfigMap, whatever the spec or this version of the planner sa
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,9 +21,10 @@ from msa_operator.planner.hardware import GIB, MIB, Machine
 from msa_operator.planner.memory import HOST_SHARE
 from msa_operator.planner.request import Plan
 from msa_operator.planner.runtime import THIS_VERSION
-from msa_operator.reconcile import desired
+from msa_operator.reconcile import desired, names
 from msa_operator.reconcile.desired import Owner, Rendered
 from msa_operator.runs import machines_of, plan_job, run_spec
+from msa_operator.runtime.gate import Gate
 from msa_operator.settings import Settings
 
 OUTPUT = "/tmp/flash-msa"
@@ -40,55 +41,77 @@ def own_version() -> str:
         return "unknown"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan with everything that is created for it."""
+    """A plan with everything that is created for it, packed: it is read again once or never."""
 
-    rendered: Rendered
-    plan: Mapping[str, Any]
-    """As :func:`msa_operator.planner.explain.to_dict` has it."""
+    owner: Owner
+    content: str
+    """Hash of everything that is created."""
+    pods: int
+    summary: str
+    machines: int
+    accelerators: int
+    """Of all workers together; 0 on CPUs."""
+    packed: bytes
+    shown: bytes
 
-    @cached_property
-    def content(self) -> str:
-        return self.rendered.content
+    @classmethod
+    def of(cls, rendered: Rendered, plan: Mapping[str, Any]) -> Planned:
+        """``plan`` as :func:`msa_operator.planner.explain.to_dict` has it.
+
+        Raises what a mapping that is no such plan raises: it may come from an object that anybody
+        could have written.
+        """
+        groups = rendered.cluster["workerGroupSpecs"]
+        return cls(
+            owner=rendered.owner, content=rendered.content,
+            pods=sum(int(g["replicas"]) for g in groups), summary=str(plan.get("summary", "")),
+            machines=int(plan.get("machines", 1)),
+            accelerators=sum(
+                int(g["replicas"]) * int(g["rayStartParams"]["num-gpus"]) for g in groups
+            ),
+            packed=_pack(rendered.record()), shown=_pack(_status(plan, rendered.content)),
+        )  # fmt: skip
 
     @property
-    def pods(self) -> int:
-        groups = self.rendered.cluster["workerGroupSpecs"]
-        return sum(int(g["replicas"]) for g in groups)
+    def rendered(self) -> Rendered:
+        return desired.from_record(self.owner, _unpack(self.packed))
 
-    @property
-    def summary(self) -> str:
-        return str(self.plan.get("summary", ""))
-
-    @property
-    def machines(self) -> int:
-        return int(self.plan.get("machines", 1))
-
-    @property
-    def accelerators(self) -> int:
-        """Of all workers together; 0 on CPUs."""
-        groups = self.rendered.cluster["workerGroupSpecs"]
-        return sum(int(g["replicas"]) * int(g["rayStartParams"]["num-gpus"]) for g in groups)
+    def name(self, epoch: int) -> str:
+        """The cluster's name in this epoch."""
+        return names.cluster_name(self.owner.name, self.owner.uid, self.content, epoch)
 
     def status(self) -> dict[str, Any]:
         """``status.plan``."""
-        degrees, memory = self.plan.get("degrees", {}), self.plan.get("memoryGiB", {})
-        rejected = [f"{r['plan']}: {r['reason']}" for r in self.plan.get("rejected", [])]
-        return {
-            "summary": self.summary[:1024],
-            "hash": self.content[:16],
-            "version": str(self.plan.get("version", ""))[:64],
-            "degrees": {
-                name: int(degrees.get(name, 1))
-                for name in ("tensor", "context", "dataShard", "dataReplicate")
-            },
-            "machine": str(self.plan.get("machine", ""))[:63],
-            "machines": self.machines,
-            "memoryGiB": float(memory.get("peak", 0.0)),
-            "rejected": [text[:512] for text in rejected[:32]],
-            "notes": [str(text)[:1024] for text in self.plan.get("notes", [])[:32]],
-        }
+        return _unpack(self.shown)
+
+
+def _pack(found: Any) -> bytes:
+    return zlib.compress(json.dumps(found, separators=(",", ":")).encode(), 1)
+
+
+def _unpack(packed: bytes) -> Any:
+    return json.loads(zlib.decompress(packed))
+
+
+def _status(plan: Mapping[str, Any], content: str) -> dict[str, Any]:
+    degrees, memory = plan.get("degrees", {}), plan.get("memoryGiB", {})
+    rejected = [f"{r['plan']}: {r['reason']}" for r in plan.get("rejected", [])]
+    return {
+        "summary": str(plan.get("summary", ""))[:1024],
+        "hash": content[:16],
+        "version": str(plan.get("version", ""))[:64],
+        "degrees": {
+            name: int(degrees.get(name, 1))
+            for name in ("tensor", "context", "dataShard", "dataReplicate")
+        },
+        "machine": str(plan.get("machine", ""))[:63],
+        "machines": int(plan.get("machines", 1)),
+        "memoryGiB": float(memory.get("peak", 0.0)),
+        "rejected": [text[:512] for text in rejected[:32]],
+        "notes": [str(text)[:1024] for text in plan.get("notes", [])[:32]],
+    }
 
 
 class Planner:
@@ -97,8 +120,9 @@ class Planner:
     def __init__(
         self, settings: Settings, namespace: str,
         profiles: Callable[[], Sequence[HardwareProfile]] = tuple,
-        largest_node: Callable[[], int | None] = lambda: None,
+        largest_node: Callable[[], int | None] = lambda: None, gate: Gate | None = None,
     ) -> None:  # fmt: skip
+        self._gate = gate or Gate()
         self._settings = settings
         self._pods = settings.for_pods(namespace)
         self._profiles = profiles
@@ -107,7 +131,8 @@ class Planner:
     def plan(self, job: LongContextJob, owner: Owner, machines: int | None = None) -> Planned:
         """The plan of a job, on at most so many machines; raises :class:`JobError`."""
         _check_capacity(job)
-        model = resolve(job.spec.model)
+        with self._gate.waiting():  # it may be read from the Hub
+            model = resolve(job.spec.model)
         profiles = () if job.spec.hardware.device == "cpu" else tuple(self._profiles())
         every = machines_of(job, profiles, lambda: self._cpu_nodes(job))
         if machines is None or job.spec.hardware.device == "cpu":
@@ -146,7 +171,7 @@ class Planner:
             checkpoint_uri=folder or f"file://{OUTPUT}/checkpoints",
         )
         run = replace(run, plan={**run.plan, "version": own_version()})
-        return Planned(desired.render(job, plan, run, owner, self._pods, labels), run.plan)
+        return Planned.of(desired.render(job, plan, run, owner, self._pods, labels), run.plan)
 
     def _cpu_nodes(self, job: LongContextJob) -> Machine:
         """As much memory as all workers may have together; the planner divides it again."""
@@ -178,8 +203,7 @@ def read_record(owner: Owner, data: Any) -> tuple[Planned, LongContextJob]:
             **json.loads(rendered.config[desired.JOB]), "apiVersion": API_VERSION,
             "kind": "LongContextJob", "metadata": {"name": owner.name},
         })  # fmt: skip
-        planned = Planned(rendered, plan if isinstance(plan, dict) else {})
-        _ = planned.pods, planned.accelerators, planned.status()
+        planned = Planned.of(rendered, plan if isinstance(plan, dict) else {})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"no record of a run: {error!r}") from None
     return planned, accepted

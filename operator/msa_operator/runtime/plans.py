@@ -15,7 +15,7 @@ from msa_operator.reconcile.names import content_hash
 from msa_operator.reconcile.observe import Planning, State
 from msa_operator.runtime.cluster import ClusterFacts
 from msa_operator.runtime.kube import CONFIGMAPS, TEMPLATES, Kube, KubeError
-from msa_operator.runtime.memory import Memory, Read
+from msa_operator.runtime.memory import Made, Memory, Read
 from msa_operator.runtime.planning import Planned, Planner, explain, read_record
 from msa_operator.runtime.store import JobObject
 
@@ -45,6 +45,8 @@ class Plans:
         """What planning says for the state's intent, and the plan itself where there is one."""
         intent = s.intent
         if intent.phase in TERMINAL or s.job.deleted is not None:
+            if intent.phase in TERMINAL:
+                memory.planned = memory.held = memory.accepted = None
             shown = (job.raw.get("status") or {}).get("plan") or {}
             return Planning(summary=str(shown.get("summary", ""))), None
         if intent.phase in HOLDING:
@@ -72,7 +74,9 @@ class Plans:
         """The plan of the spec as it is; asked again after a while, since machines may come."""
         inputs = (made_of, machines, self._cluster.edition())
         known, now = memory.planned, time.monotonic()
-        if known is None or known[0] != inputs or (known[2] and now - known[3] >= ASK_AGAIN_S):
+        if known is None or known.inputs != inputs or (
+            known.refused and now - known.at >= ASK_AGAIN_S
+        ):  # fmt: skip
             planned, refused = None, ""
             try:
                 planned = self._planner.plan(job, owner, machines)
@@ -82,8 +86,8 @@ class Plans:
                 # One job that the planner cannot bear is that job's condition, no crash loop.
                 _log.exception("the planner failed")
                 refused = f"the planner failed with {error!r}; its log has more"
-            known = memory.planned = inputs, planned, refused, now
-        return known[1], known[2]
+            known = memory.planned = Made(inputs, job, planned, refused, now)
+        return known.plan, known.refused
 
     def _dry_run(self, planned: Planned, owner: Owner, memory: Memory) -> str:
         """What the API server says of the pods, without making any; empty when nothing."""
@@ -120,8 +124,8 @@ class Plans:
         key = (intent.cluster, intent.epoch, intent.machines, intent.replace)
         if memory.held is not None and memory.held[0] == key:
             return memory.held[1]
-        records = self._records(intent, owner)
-        base = next((r for r in records if r[0].rendered.name(intent.epoch) == intent.cluster),
+        records = _fresh(intent, memory) or self._records(intent, owner)
+        base = next((r for r in records if r[0].name(intent.epoch) == intent.cluster),
                     records[0] if records else None)  # fmt: skip
         accepted = base[1] if base else job
         memory.accepted = accepted or memory.accepted
@@ -129,7 +133,7 @@ class Plans:
         fits = planned is not None and (
             intent.machines is None or planned.machines <= intent.machines
         )
-        named = planned is not None and planned.rendered.name(intent.epoch) == intent.cluster
+        named = planned is not None and planned.name(intent.epoch) == intent.cluster
         if not fits or not (intent.replace or named):
             if accepted is None:
                 return None
@@ -139,7 +143,7 @@ class Plans:
                 _log.warning("what was planned cannot be planned again: %s", explain(error))
                 return None
         assert planned is not None
-        memory.held = key, planned
+        memory.held, memory.planned = (key, planned), None
         return planned
 
     def _records(self, intent: Intent, owner: Owner) -> list[tuple[Planned, LongContextJob]]:
@@ -166,6 +170,15 @@ class Plans:
             return None
         smaller = self._planner.fewer(job, owner, planned)
         return None if smaller is None else smaller.machines
+
+
+def _fresh(intent: Intent, memory: Memory) -> list[tuple[Planned, LongContextJob]]:
+    """The plan that was just made, if the intended cluster is made from it: its name says that
+    what is or will be on record is the same."""
+    if memory.planned is None or memory.planned.plan is None:
+        return []
+    planned, job = memory.planned.plan, memory.planned.job
+    return [(planned, job)] if planned.name(intent.epoch) == intent.cluster else []
 
 
 def pod_template(template: dict[str, Any], owner: Owner) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Adding a key that is being worked on makes it come again afterwards, so no news is lost; adding it
 for later keeps the earlier of two times. A key that failed comes again after a wait that doubles.
-When more is due than can be done, news goes before looks that are merely due.
+When more is due than can be done, what a person asks for goes first, then news, then looks that
+are merely due.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ BACKOFF_S = 0.5
 BACKOFF_MAX_S = 60.0
 """Long enough not to hurt a server in trouble, short enough that mending it is noticed."""
 TURNS = 3
-"""Keys with news that go before one without, when there are more than workers."""
+"""Keys that go before one that is merely due, when there are more than workers."""
 GAP_S = 0.1
 """Between two rounds of one key: a cluster that starts tells of each pod many times."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     due: float | None = None
     """When it should be worked on; None when it waits for nothing."""
     news: float | None = None
     """When the first event came that no round has seen."""
+    asked: bool = False
+    """A person waits for it."""
     began: float | None = None
     not_before: float = float("-inf")
     failures: int = 0
@@ -55,6 +58,8 @@ class WorkQueue(Generic[K]):
     clock: Callable[[], float] = time.monotonic
     _entries: dict[K, _Entry] = field(default_factory=dict)
     _heap: list[tuple[float, int, K]] = field(default_factory=list)
+    _asked: deque[K] = field(default_factory=deque)
+    """Due, because a person asked for something."""
     _told: deque[K] = field(default_factory=deque)
     """Due, because of an event."""
     _usual: deque[K] = field(default_factory=deque)
@@ -64,18 +69,21 @@ class WorkQueue(Generic[K]):
     _closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def add(self, key: K, after: float = 0.0, *, news: bool = False) -> None:
+    def add(self, key: K, after: float = 0.0, *, news: bool = False, asked: bool = False) -> None:
         """Have the key worked on in ``after`` seconds, or earlier if that is planned already.
 
-        ``news``: because of an event, whose time :meth:`news` then tells.
+        ``news``: because of an event, whose time :meth:`get` then tells; ``asked``: because of
+        one that came of what a person did.
         """
         with self._changed:
             entry, now = self._entries.setdefault(key, _Entry()), self.clock()
+            sooner = (asked and not entry.asked) or (news and entry.news is None)
+            entry.asked = entry.asked or asked
             if news and entry.news is None:
                 entry.news = now
-                if entry.began is None and entry.due is not None and entry.due <= now:
-                    self._told.append(key)  # before those that wait for nothing but their turn
-                    self._changed.notify()
+            if sooner and entry.began is None and entry.due is not None and entry.due <= now:
+                self._line(entry).append(key)  # where it is already, it is passed over later
+                self._changed.notify()
             self._schedule(key, entry, now + after)
 
     def get(self) -> tuple[K, float | None] | None:
@@ -87,6 +95,7 @@ class WorkQueue(Generic[K]):
                 if key is not None:
                     entry = self._entries[key]
                     news, entry.due, entry.news, entry.began = entry.news, None, None, now
+                    entry.asked = False
                     return key, news
                 wait = self._heap[0][0] - now if self._heap else None
                 self._changed.wait(wait)
@@ -139,22 +148,27 @@ class WorkQueue(Generic[K]):
             )  # fmt: skip
 
     def _next(self, now: float) -> K | None:
-        """A key that is due: those with news first, but every fourth time another one."""
+        """A key that is due, by what it is due for; every fourth time one that is merely due."""
         while self._heap and self._heap[0][0] <= now:
             due, _, key = heapq.heappop(self._heap)
             entry = self._entries.get(key)
             if entry is not None and entry.due == due and entry.began is None:
-                (self._told if entry.news is not None else self._usual).append(key)
-        lines = (self._told, self._usual)
-        for line in reversed(lines) if self._turns >= TURNS else lines:
+                self._line(entry).append(key)
+        lines = (self._asked, self._told, self._usual)
+        for line in (lines[2], *lines[:2]) if self._turns >= TURNS else lines:
             while line:
                 key = line.popleft()
                 entry = self._entries.get(key)
-                # It may have been taken from the other line, or been planned for later since.
+                # It may have been taken from another line, or been planned for later since.
                 if entry is not None and entry.began is None and (entry.due or now + 1) <= now:
-                    self._turns = self._turns + 1 if line is self._told else 0
+                    self._turns = 0 if line is self._usual else self._turns + 1
                     return key
         return None
+
+    def _line(self, entry: _Entry) -> deque[K]:
+        if entry.asked:
+            return self._asked
+        return self._usual if entry.news is None else self._told
 
     def _schedule(self, key: K, entry: _Entry, due: float) -> None:
         due = max(due, entry.not_before)

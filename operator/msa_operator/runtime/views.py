@@ -7,6 +7,7 @@ status is a pod that is not ready. An answer that is not what was asked for is N
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -28,7 +29,7 @@ _STATUSES: dict[str, SubmissionStatus] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Meta:
     """What is read of any object's metadata."""
 
@@ -38,7 +39,8 @@ class Meta:
     version: str
     """resourceVersion: compared for equality only."""
     generation: int
-    labels: Mapping[str, str]
+    job: str
+    """Name of the job that the object is labelled with."""
     deleting: bool
     owner: str
     """Uid of the controlling owner."""
@@ -46,10 +48,10 @@ class Meta:
     @property
     def key(self) -> Key:
         """The job that the object is labelled with."""
-        return self.namespace, self.labels.get(names.JOB, "")
+        return self.namespace, self.job
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RayCluster:
     meta: Meta
     suspended: bool
@@ -66,7 +68,7 @@ class RayCluster:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RayPod:
     meta: Meta
     pod: Pod
@@ -99,17 +101,26 @@ def meta(raw: Any) -> Meta | None:
     name, uid = _text(found.get("name")), _text(found.get("uid"))
     if not name or not uid:
         return None
-    labels = {k: v for k, v in _map(found.get("labels")).items() if isinstance(v, str)}
     owner = next(
         (o for o in map(_map, _list(found.get("ownerReferences"))) if o.get("controller") is True),
         {},
     )
     return Meta(
-        namespace=_text(found.get("namespace")), name=name, uid=uid,
+        namespace=_shared(found.get("namespace")), name=name, uid=uid,
         version=_text(found.get("resourceVersion")), generation=_whole(found.get("generation")),
-        labels=labels, deleting=bool(found.get("deletionTimestamp")),
-        owner=_text(owner.get("uid")),
+        job=_shared(_map(found.get("labels")).get(names.JOB)),
+        deleting=bool(found.get("deletionTimestamp")), owner=_shared(owner.get("uid")),
     )  # fmt: skip
+
+
+def asks(raw: Any) -> bool:
+    """Whether a job object holds an edit or a deletion that its status does not show yet.
+
+    Of a new job, no: many may come at once, and none would be before the others.
+    """
+    found, status = _map(_map(raw).get("metadata")), _map(_map(raw).get("status"))
+    shown = _whole(status.get("observedGeneration"))
+    return bool(found.get("deletionTimestamp")) or 0 < shown < _whole(found.get("generation"))
 
 
 def cluster(raw: Any) -> RayCluster | None:
@@ -139,18 +150,19 @@ def pod(raw: Any) -> RayPod | None:
         phase = "Pending"
     conditions = {_text(c.get("type")): c for c in map(_map, _list(status.get("conditions")))}
     states = [_map(c) for c in _list(status.get("containerStatuses"))]
-    head = found.labels.get(RAY_TYPE) == "head"
+    labels = _map(_map(raw.get("metadata")).get("labels"))
+    head = labels.get(RAY_TYPE) == "head"
     return RayPod(
         meta=found,
         pod=Pod(
-            name=found.name, uid=found.uid, cluster=found.labels.get(RAY_CLUSTER, ""), head=head,
-            phase=cast(Literal["Pending", "Running", "Succeeded", "Failed"], phase),
+            name=found.name, uid=found.uid, cluster=_shared(labels.get(RAY_CLUSTER)), head=head,
+            phase=cast(Literal["Pending", "Running", "Succeeded", "Failed"], sys.intern(phase)),
             ready=_map(conditions.get("Ready")).get("status") == "True",
             restarts=sum(_whole(s.get("restartCount")) for s in states),
-            node=_text(spec.get("nodeName")), deleting=found.deleting,
+            node=_shared(spec.get("nodeName")), deleting=found.deleting,
             message="" if phase == "Running" and not head else _waits(status, conditions),
         ),
-        job_uid=found.labels.get(names.JOB_UID, ""),
+        job_uid=_shared(labels.get(names.JOB_UID)),
         token_secret=_token_secret(spec) if head else None,
     )  # fmt: skip
 
@@ -231,6 +243,11 @@ def _list(value: Any) -> list[Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _shared(value: Any) -> str:
+    """A text that many objects have, kept once."""
+    return sys.intern(value) if type(value) is str else ""
 
 
 def _whole(value: Any) -> int:

@@ -27,6 +27,8 @@ from msa_operator.settings import Timeouts
 WATCHED: tuple[Resource, ...] = (JOBS, CLUSTERS, PODS)
 INACTIVE_S = 70.0
 """The API server sends a bookmark every minute: without one for this long the watch is dead."""
+IDLE_S = 0.5
+"""kopf keeps a task for each object until it was quiet for this long."""
 Received = Callable[[Resource, str | None, Any], None]
 
 _log = logging.getLogger(__name__)
@@ -96,7 +98,10 @@ class Watches:
         settings.watching.chunk_size = 500
         settings.networking.request_timeout = self._timeouts.api_seconds * 4
         settings.networking.enforce_retry_after = True
+        settings.queueing.idle_timeout = IDLE_S
         settings.persistence.consistency_timeout = 0
+        settings.persistence.diffbase_storage = _NoDifferences()
+        settings.persistence.progress_storage = _NoProgress()
         settings.process.ultimate_exiting_timeout = None
         for resource in (CLUSTERS, PODS):
             settings.watching.label_selectors[resource.plural] = names.JOB
@@ -172,6 +177,41 @@ class Watches:
         if config.cert_file:
             context.load_cert_chain(config.cert_file, config.key_file)
         return context
+
+
+class _NoDifferences(kopf.DiffBaseStorage):
+    """kopf compares every object with what it was before, for handlers that are not used here.
+
+    Copying objects for that was most of what the operator did in a burst.
+    """
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Nothing is left on objects."""
+
+
+class _NoProgress(kopf.ProgressStorage):
+    """No handler of ours is one that kopf tries again."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Nothing is left on objects."""
+
+    def purge(self, **_: Any) -> None:
+        """Nothing was."""
+
+    def touch(self, **_: Any) -> None:
+        """Nothing is left on objects."""
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
 
 
 def _from_thread(loop: asyncio.AbstractEventLoop, flag: asyncio.Event) -> None:
