@@ -253,6 +253,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", action="append", choices=tuple(backends.LOADERS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     args = parser.parse_args(argv)
+    try:
+        torch.empty(1, device=args.device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        # PyTorch says the reason in its first line; the rest is for its developers.
+        parser.error(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")
     usual = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
     dtype = getattr(torch, args.dtype) if args.dtype else usual
     found = machine()

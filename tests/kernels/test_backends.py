@@ -205,6 +205,16 @@ def test_check_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.errors["out"] == pytest.approx(0.01, rel=0.01)
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_that_is_not_there_is_named(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        check.main(["--device", device])
+    assert ended.value.code == 2
+    assert f"--device {device} cannot be used: " in capsys.readouterr().err
+
+
 def test_the_command_prints_json() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "msa_kernels.check", "--output", "json",

@@ -61,12 +61,13 @@ def _like(pattern, rng: random.Random):
 
 
 def _run(seed: int, count: int) -> int:
+    import numpy as np
     import torch
     from msa_kernels import engine
     from msa_kernels.blocks import Runs
     from msa_kernels.fused import row_delta
     from msa_kernels.pattern import BlockList, PerHead, Union
-    from msa_kernels.plan import packed, whole
+    from msa_kernels.plan import packed, varlen, whole
     from msa_kernels.reference import reference
     from msa_kernels.triton.launch import TritonKernel
 
@@ -94,8 +95,14 @@ def _run(seed: int, count: int) -> int:
             ids = torch.tensor([sorted(rng.choices(range(4), k=rows))])
             where["documents"] = ids
             runs: tuple[Runs, Runs] = (packed(ids.numpy()),) * 2
+        elif choice < 0.6:
+            # Sequences of lengths of their own, more queries than keys and empty ones among them.
+            keys = rng.randint(1, 90)
+            bounds = [[0, *sorted(rng.choices(range(n + 1), k=3)), n] for n in (rows, keys)]
+            where["bounds"] = bounds
+            runs = varlen(*(np.array(side) for side in bounds))
         else:
-            keys = rows if choice < 0.7 else rng.randint(1, 90)
+            keys = rows if choice < 0.8 else rng.randint(1, 90)
             runs = whole(rows, keys)
         q, dout = (torch.randn(1, rows, heads * group, dim).to(dtype) for _ in range(2))
         k, v = (torch.randn(1, keys, heads, dim).to(dtype) for _ in range(2))

@@ -47,7 +47,7 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "q_tiles", "stat_rows"])
 def dq_kernel(
-    q, k, v, do, dq, lse, delta, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc,
+    q, k, v, do, dq, lse, delta, work, index, q_pos, q_doc, k_pos, k_doc,
     rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads,
     q_tiles,
     stat_rows, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
@@ -62,11 +62,10 @@ def dq_kernel(
     rest = pid // GROUP // q_tiles
     kv_head = (rest % kv_heads).to(tl.int64)
     own = kv_head * PER_HEAD
-    pointers += own * (q_tiles + 1)
-    middles += own * q_tiles
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    tile = tl.load(order + own * q_tiles + (pid // GROUP) % q_tiles)
+    work += (own * q_tiles + (pid // GROUP) % q_tiles) * 4
+    tile = tl.load(work)
     batch = (rest // kv_heads).to(tl.int64)
     head = kv_head * GROUP + pid % GROUP
 
@@ -86,9 +85,7 @@ def dq_kernel(
     i, document = token(rows, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    begin = tl.load(pointers + tile)
-    middle = tl.load(middles + tile)
-    end = tl.load(pointers + tile + 1)
+    begin, middle, end = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     acc = _dq_tiles(
         acc, q_tile, do_tile, lse_row, delta_row, k_base, v_base, stride_ks, stride_vs, index,
         begin, middle, i, q_start + tile * BLOCK_M, document, k_pos, k_doc, rule_values, table,
@@ -154,7 +151,7 @@ def _dkv_tiles(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "k_tiles", "stat_rows"])
 def dkv_kernel(
-    q, k, v, do, dk, dv, lse, delta, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc,
+    q, k, v, do, dk, dv, lse, delta, work, index, q_pos, q_doc, k_pos, k_doc,
     rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads,
     k_tiles,
     stat_rows, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
@@ -168,11 +165,10 @@ def dkv_kernel(
     pid = tl.program_id(0)
     kv_head = ((pid // k_tiles) % kv_heads).to(tl.int64)
     own = kv_head * PER_HEAD
-    pointers += own * (k_tiles + 1)
-    middles += own * k_tiles
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    tile = tl.load(order + own * k_tiles + pid % k_tiles)
+    work += (own * k_tiles + pid % k_tiles) * 4
+    tile = tl.load(work)
     batch = (pid // k_tiles // kv_heads).to(tl.int64)
 
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -190,9 +186,7 @@ def dkv_kernel(
 
     dk_acc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    begin = tl.load(pointers + tile)
-    middle = tl.load(middles + tile)
-    end = tl.load(pointers + tile + 1)
+    begin, middle, end = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
     dk_acc, dv_acc = _dkv_tiles(
         dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, lse + stat, delta + stat, stride_qs,
         stride_qh, stride_ds, stride_dh, stat_rows, index, begin, 0, middle - begin, j,
