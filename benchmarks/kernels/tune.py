@@ -39,7 +39,7 @@ CANDIDATES: dict[tuple[str, str, int], tuple[tuple[int, int, int, int], ...]] = 
 }
 TOKENS = 8192
 LISTS = {
-    "work", "index", "q_pos", "q_doc", "k_pos", "k_doc", "rule_values",
+    "pointers", "middles", "index", "order", "q_pos", "q_doc", "k_pos", "k_doc", "rule_values",
 }  # fmt: skip
 TENSORS = {"q", "k", "v", "do", "out", "dq", "dk", "dv"}
 PREDICATE = {

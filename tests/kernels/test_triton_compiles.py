@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 SHARED_MEMORY = {80: 166_912, 90: 232_448}
 """Bytes a block may use on A100 and H100."""
 LISTS = {
-    "work", "index", "q_pos", "q_doc", "k_pos", "k_doc", "rule_values",
+    "pointers", "middles", "index", "order", "q_pos", "q_doc", "k_pos", "k_doc", "rule_values",
 }  # fmt: skip
 TENSORS = {"q", "k", "v", "do", "out", "dq", "dk", "dv"}
 # A window with sinks: two rules, (lo, hi) and (lo, sinks).

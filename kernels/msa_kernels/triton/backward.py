@@ -47,7 +47,7 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "q_tiles", "stat_rows"])
 def dq_kernel(
-    q, k, v, do, dq, lse, delta, work, index, q_pos, q_doc, k_pos, k_doc,
+    q, k, v, do, dq, lse, delta, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc,
     rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads,
     q_tiles,
     stat_rows, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
@@ -62,10 +62,11 @@ def dq_kernel(
     rest = pid // GROUP // q_tiles
     kv_head = (rest % kv_heads).to(tl.int64)
     own = kv_head * PER_HEAD
+    pointers += own * (q_tiles + 1)
+    middles += own * q_tiles
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    work += (own * q_tiles + (pid // GROUP) % q_tiles) * 4
-    tile = tl.load(work)
+    tile = tl.load(order + own * q_tiles + (pid // GROUP) % q_tiles)
     batch = (rest // kv_heads).to(tl.int64)
     head = kv_head * GROUP + pid % GROUP
 
@@ -85,7 +86,9 @@ def dq_kernel(
     i, document = token(rows, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
 
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    begin, middle, end = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    begin = tl.load(pointers + tile)
+    middle = tl.load(middles + tile)
+    end = tl.load(pointers + tile + 1)
     acc = _dq_tiles(
         acc, q_tile, do_tile, lse_row, delta_row, k_base, v_base, stride_ks, stride_vs, index,
         begin, middle, i, q_start + tile * BLOCK_M, document, k_pos, k_doc, rule_values, table,
@@ -151,7 +154,7 @@ def _dkv_tiles(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "k_tiles", "stat_rows"])
 def dkv_kernel(
-    q, k, v, do, dk, dv, lse, delta, work, index, q_pos, q_doc, k_pos, k_doc,
+    q, k, v, do, dk, dv, lse, delta, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc,
     rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads,
     k_tiles,
     stat_rows, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
@@ -165,10 +168,11 @@ def dkv_kernel(
     pid = tl.program_id(0)
     kv_head = ((pid // k_tiles) % kv_heads).to(tl.int64)
     own = kv_head * PER_HEAD
+    pointers += own * (k_tiles + 1)
+    middles += own * k_tiles
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    work += (own * k_tiles + pid % k_tiles) * 4
-    tile = tl.load(work)
+    tile = tl.load(order + own * k_tiles + pid % k_tiles)
     batch = (pid // k_tiles // kv_heads).to(tl.int64)
 
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -186,7 +190,9 @@ def dkv_kernel(
 
     dk_acc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    begin, middle, end = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    begin = tl.load(pointers + tile)
+    middle = tl.load(middles + tile)
+    end = tl.load(pointers + tile + 1)
     dk_acc, dv_acc = _dkv_tiles(
         dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, lse + stat, delta + stat, stride_qs,
         stride_qh, stride_ds, stride_dh, stat_rows, index, begin, 0, middle - begin, j,

@@ -48,7 +48,7 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "q_tiles"])
 def forward_kernel(
-    q, k, v, out, lse, work, index, q_pos, q_doc, k_pos, k_doc, rule_values,
+    q, k, v, out, lse, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc, rule_values,
     table,
     table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads, q_tiles,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
@@ -63,10 +63,11 @@ def forward_kernel(
     rest = pid // GROUP // q_tiles
     kv_head = (rest % kv_heads).to(tl.int64)
     own = kv_head * PER_HEAD
+    pointers += own * (q_tiles + 1)
+    middles += own * q_tiles
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    work += (own * q_tiles + (pid // GROUP) % q_tiles) * 4
-    tile = tl.load(work)
+    tile = tl.load(order + own * q_tiles + (pid // GROUP) % q_tiles)
     batch = (rest // kv_heads).to(tl.int64)
     head = kv_head * GROUP + pid % GROUP
 
@@ -84,7 +85,9 @@ def forward_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    begin, middle, end = tl.load(work + 1), tl.load(work + 2), tl.load(work + 3)
+    begin = tl.load(pointers + tile)
+    middle = tl.load(middles + tile)
+    end = tl.load(pointers + tile + 1)
     acc, m, total = _tiles(
         acc, m, total, q_tile, k_base, v_base, stride_ks, stride_vs, index, begin, middle, i,
         q_start + tile * BLOCK_M, document, k_pos, k_doc, rule_values, table, table_q, table_k,

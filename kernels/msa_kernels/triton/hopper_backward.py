@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from msa_kernels.triton.hopper_forward import (
     barriers,
     flat,
+    lists_of,
     query_item,
     store_tile,
     visible,
-    work_item,
 )
 from msa_kernels.triton.predicate import allowed, token
 
@@ -39,7 +39,7 @@ def _dq_produce(
     q_desc, do_desc, k_desc, v_desc = descs
     q_smem, do_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free = bars
-    work, index, tiles, q_heads, kv_heads = walk
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
     count = 0
     batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
     if begin < end:
@@ -77,7 +77,7 @@ def _dq_consume(
 
     q_smem, do_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free = bars
-    work, index, tiles, q_heads, kv_heads = walk
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
     q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
     q_rows, k_rows, q_start, k_start = mask[8:]
     dq, lse, delta, stat_rows, stride_b, stride_s, stride_h, head_dim, scale = outputs
@@ -136,7 +136,7 @@ def _dq_consume(
 
 @gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
 def dq_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq, lse, delta, work, index, q_pos, q_doc,
+    q_desc, do_desc, k_desc, v_desc, dq, lse, delta, pointers, middles, index, order, q_pos, q_doc,
     k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads,
     kv_heads, tiles, stat_rows, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
@@ -156,10 +156,10 @@ def dq_kernel(
         barriers(STAGES, 2),
     )  # fmt: skip
     own = (gl.program_id(0) // GROUP // tiles) % kv_heads * PER_HEAD
-    work += own * tiles * 4
+    pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    walk = (work, index, tiles, q_heads, kv_heads)
+    walk = (pointers, middles, index, order, tiles, q_heads, kv_heads)
     mask = (
         q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
         k_start,
@@ -195,10 +195,13 @@ def _row_stat(smem, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _key_item(walk):
     """This program's (batch, key/value head, key tile, list begin, middle, end); tiles fastest."""
-    work, index, tiles, kv_heads = walk
+    pointers, middles, index, order, tiles, kv_heads = walk
     item = gl.program_id(0)
-    tile, begin, middle, end = work_item(work + item % tiles * 4)
-    return item // tiles // kv_heads, (item // tiles) % kv_heads, tile, begin, middle, end
+    tile = gl.load(order + item % tiles)
+    kv_head = (item // tiles) % kv_heads
+    begin = gl.load(pointers + tile)
+    end = gl.load(pointers + tile + 1)
+    return item // tiles // kv_heads, kv_head, tile, begin, gl.load(middles + tile), end
 
 
 @gluon.jit
@@ -209,7 +212,7 @@ def _dkv_produce(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descs
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     k_full, q_full, q_free, do_full, do_free = bars
-    work, index, tiles, kv_heads = walk
+    pointers, middles, index, order, tiles, kv_heads = walk
     count = 0
     batch, kv_head, k_tile, begin, middle, end = _key_item(walk)
     if begin < end:
@@ -257,7 +260,7 @@ def _dkv_consume(
 
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     k_full, q_full, q_free, do_full, do_free = bars
-    work, index, tiles, kv_heads = walk
+    pointers, middles, index, order, tiles, kv_heads = walk
     q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
     q_rows, k_rows, q_start, k_start = mask[8:]
     dk, dv, stride_b, stride_s, stride_h, head_dim, scale = outputs
@@ -325,7 +328,7 @@ def _dkv_consume(
 
 @gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
 def dkv_kernel(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk, dv, work, index,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk, dv, pointers, middles, index, order,
     q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
     k_start, kv_heads, tiles, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
@@ -348,10 +351,10 @@ def dkv_kernel(
         barriers(STAGES, 2),
     )  # fmt: skip
     own = (gl.program_id(0) // tiles) % kv_heads * PER_HEAD
-    work += own * tiles * 4
+    pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    walk = (work, index, tiles, kv_heads)
+    walk = (pointers, middles, index, order, tiles, kv_heads)
     mask = (
         q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
         k_start,

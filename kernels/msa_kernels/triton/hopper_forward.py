@@ -7,7 +7,7 @@ first in every list, so that the long loop over full tiles carries no mask.
 
 Arguments that travel together are tuples:
 ``mask`` = (q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows,
-q_start, k_start); ``walk`` = (work, index, tiles, q_heads, kv_heads).
+q_start, k_start); ``walk`` = (pointers, middles, index, order, tiles, q_heads, kv_heads).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def work_item(at):
-    """A tile, and where its list begins, where its full tiles do, and where it ends."""
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+def lists_of(own, pointers, middles, order, tiles):
+    """The lists of a key/value head, where every head has its own."""
+    return pointers + own * (tiles + 1), middles + own * tiles, order + own * tiles
 
 
 @gluon.jit
@@ -51,14 +51,15 @@ def query_item(walk, GROUP: gl.constexpr):
 
     Heads of a group are fastest, then tiles: neighbours in time read the same keys.
     """
-    work, index, tiles, q_heads, kv_heads = walk
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
     item = gl.program_id(0)
-    at = work + (item // GROUP) % tiles * 4
+    tile = gl.load(order + (item // GROUP) % tiles)
     rest = item // GROUP // tiles
     kv_head = rest % kv_heads
     head = kv_head * GROUP + item % GROUP
-    tile, begin, middle, end = work_item(at)
-    return rest // kv_heads, kv_head, head, tile, begin, middle, end
+    begin = gl.load(pointers + tile)
+    end = gl.load(pointers + tile + 1)
+    return rest // kv_heads, kv_head, head, tile, begin, gl.load(middles + tile), end
 
 
 @gluon.jit
@@ -87,7 +88,7 @@ def _produce(
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free = bars
-    work, index, tiles, q_heads, kv_heads = walk
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
     count = 0
     batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
     if begin < end:
@@ -143,7 +144,7 @@ def _consume(
 
     q_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free = bars
-    work, index, tiles, q_heads, kv_heads = walk
+    pointers, middles, index, order, tiles, q_heads, kv_heads = walk
     q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
     q_rows, k_rows, q_start, k_start = mask[8:]
     out, lse, stride_ob, stride_os, stride_oh, head_dim, qk_scale = outputs
@@ -241,7 +242,7 @@ def store_tile(
 
 @gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, work, index, q_pos, q_doc, k_pos, k_doc,
+    q_desc, k_desc, v_desc, out, lse, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc,
     rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads,
     tiles, stride_ob, stride_os, stride_oh, head_dim, qk_scale,
     HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
@@ -259,10 +260,10 @@ def forward_kernel(
         barriers(STAGES, 2),
     )  # fmt: skip
     own = (gl.program_id(0) // GROUP // tiles) % kv_heads * PER_HEAD
-    work += own * tiles * 4
+    pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k
-    walk = (work, index, tiles, q_heads, kv_heads)
+    walk = (pointers, middles, index, order, tiles, q_heads, kv_heads)
     mask = (
         q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
         k_start,

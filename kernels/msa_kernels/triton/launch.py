@@ -20,7 +20,7 @@ import triton
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import PartPlan, Request
 from msa_kernels.triton import backward, forward, stats, tables
-from msa_kernels.triton.lists import DeviceLists, device_lists
+from msa_kernels.triton.lists import device_lists
 from msa_kernels.triton.predicate import Predicate, encode, unsupported
 from msa_kernels.triton.tables import SMALLEST, Tile
 
@@ -78,21 +78,22 @@ class TritonKernel:
         plain = self._tile(q, "forward")
         tiles = (128, block) if hopper else plain[:2]
         lists = device_lists(plan, *tiles, q.device)
-        common, constants = _arguments(plan, lists, q, k, tiles)
+        common, constants = _arguments(plan, q, k, tiles)
         items = lists.tiles * q_heads * batch
         log2_scale = scale * math.log2(math.e)
+        walk = (lists.pointers, lists.middles, lists.index, lists.order)
         if hopper:
             from msa_kernels.triton import hopper_forward
 
             hopper_forward.forward_kernel[(items,)](
-                _tile(q, 64), _tile(k, block), _tile(v, block), out, lse, *common, q_heads,
+                _tile(q, 64), _tile(k, block), _tile(v, block), out, lse, *walk, *common, q_heads,
                 kv_heads, lists.tiles, *out.stride()[:3], head_dim, log2_scale,
                 HEAD_DIM=_hopper_width(head_dim), BLOCK_N=block, STAGES=stages,
                 **constants, num_warps=4,
             )  # fmt: skip
         else:
             forward.forward_kernel[(items,)](
-                q, k, v, out, lse, *common, q_heads, kv_heads, lists.tiles,
+                q, k, v, out, lse, *walk, *common, q_heads, kv_heads, lists.tiles,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], head_dim,
                 log2_scale, HEAD_DIM=_width(head_dim), BLOCK_M=tiles[0], BLOCK_N=tiles[1],
                 PRECISION=_precision(q), **constants, num_warps=plain.warps,
@@ -131,22 +132,24 @@ class TritonKernel:
         width = _hopper_width(head_dim)
         block, stages = HOPPER["dq"]
         lists = device_lists(plan, 128, block, q.device)
-        common, constants = _arguments(plan, lists, q, k, (128, block))
+        common, constants = _arguments(plan, q, k, (128, block))
         items = lists.tiles * q_heads * batch
         hopper_backward.dq_kernel[(items,)](
             _tile(q, 64), _tile(dout, 64), _tile(k, block), _tile(v, block), dq, lse, delta,
-            *common, q_heads, kv_heads, lists.tiles, lse.shape[2], *dq.stride()[:3], head_dim,
-            scale, HEAD_DIM=width, BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
+            lists.pointers, lists.middles, lists.index, lists.order, *common, q_heads, kv_heads,
+            lists.tiles, lse.shape[2], *dq.stride()[:3], head_dim, scale, HEAD_DIM=width,
+            BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
         block, stages = HOPPER["dkv"]
         lists = device_lists(plan, block, 128, q.device, transposed=True)
-        common, constants = _arguments(plan, lists, q, k, (block, 128))
+        common, constants = _arguments(plan, q, k, (block, 128))
         items = lists.tiles * kv_heads * batch
         hopper_backward.dkv_kernel[(items,)](
             _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64), _line(lse, block),
-            _line(delta, block), dk, dv, *common, kv_heads, lists.tiles, *dk.stride()[:3],
-            head_dim, scale, HEAD_DIM=width, BLOCK_M=block, STAGES=stages, **constants,
-            num_warps=4,
+            _line(delta, block), dk, dv, lists.pointers, lists.middles, lists.index, lists.order,
+            *common, kv_heads, lists.tiles, *dk.stride()[:3], head_dim, scale,
+            HEAD_DIM=width,
+            BLOCK_M=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
 
     def _plain_backward(
@@ -162,19 +165,20 @@ class TritonKernel:
             plain = self._tile(q, kind)
             tiles = plain[:2]
             lists = device_lists(plan, *tiles, q.device, transposed=kind == "dkv")
-            common, constants = _arguments(plan, lists, q, k, tiles)
+            common, constants = _arguments(plan, q, k, tiles)
+            walk = (lists.pointers, lists.middles, lists.index, lists.order)
             shape = {"HEAD_DIM": _width(head_dim), "BLOCK_M": tiles[0], "BLOCK_N": tiles[1]}
             options: dict[str, Any] = {**constants, **shape, "PRECISION": _precision(q)}
             options |= {"num_warps": plain.warps, "num_stages": plain.stages}
             sizes = (q_heads, kv_heads, lists.tiles, lse.shape[2])
             if kind == "dq":
                 backward.dq_kernel[(lists.tiles * q_heads * batch,)](
-                    q, k, v, dout, dq, lse, delta, *common, *sizes, *strides,
+                    q, k, v, dout, dq, lse, delta, *walk, *common, *sizes, *strides,
                     *dq.stride()[:3], *scales, **options,
                 )  # fmt: skip
             else:
                 backward.dkv_kernel[(lists.tiles * kv_heads * batch,)](
-                    q, k, v, dout, dk, dv, lse, delta, *common, *sizes, *strides,
+                    q, k, v, dout, dk, dv, lse, delta, *walk, *common, *sizes, *strides,
                     *dk.stride()[:3], *scales, **options,
                 )  # fmt: skip
 
@@ -238,9 +242,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _arguments(
-    plan: PartPlan, lists: DeviceLists, q: torch.Tensor, k: torch.Tensor, tiles: tuple[int, int]
+    plan: PartPlan, q: torch.Tensor, k: torch.Tensor, tiles: tuple[int, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What every kernel takes alike: lists, token maps, predicate, sizes; and its constants."""
+    """What every kernel takes alike: token maps, predicate, sizes; and its constants."""
     device = q.device
     predicate, params, table = plan.kept(("predicate", device), lambda: _upload(plan, device))
     if plan.simple:
@@ -250,8 +254,7 @@ def _arguments(
         token = plan.maps(device)
         maps = (token.q_position, token.q_document, token.k_position, token.k_document)
         starts = (0, 0)
-    sizes = (*predicate.table_blocks, q.shape[1], k.shape[1], *starts)
-    common = (lists.work, lists.index, *maps, params, table, *sizes)
+    common = (*maps, params, table, *predicate.table_blocks, q.shape[1], k.shape[1], *starts)
     constants = {
         "FLAGS": predicate.flags, "RULES": predicate.rules, "MINUS": predicate.minus,
         "LOOKUP": max(_lookup(one, tiles) for one in plan.heads or (plan,)),

@@ -14,13 +14,16 @@ from msa_kernels.walks import Walk
 
 @dataclass(frozen=True)
 class DeviceLists:
-    """``work`` int32 (heads, tiles, 4): a tile, where its entries of ``index`` begin, where its
-    full tiles do (those before are partial), and where they end; tiles with the longest lists
-    first. One head, unless every key/value head has lists of its own. ``index`` is int32, with one
-    entry more than is listed, so that an empty last list may still be read ahead."""
+    """Row ``t`` visits ``index[pointers[t]:pointers[t + 1]]``; tiles before ``middles[t]`` are
+    partial, the rest full. ``order`` names the rows, longest first. int32 each; ``index`` has one
+    entry more than is listed, so that an empty last row may still be read ahead. Where every
+    key/value head has lists of its own, those of head ``h`` start at ``h * (tiles + 1)`` in
+    ``pointers`` and at ``h * tiles`` in ``middles`` and ``order``."""
 
-    work: torch.Tensor
+    pointers: torch.Tensor
+    middles: torch.Tensor
     index: torch.Tensor
+    order: torch.Tensor
     tiles: int
 
 
@@ -40,14 +43,14 @@ def _upload(each: Sequence[Walk], device: torch.device) -> DeviceLists:
     starts = np.cumsum([0, *(len(walk.index) for walk in each)])
     if starts[-1] >= 1 << 31:
         raise ValueError(f"{starts[-1]} tiles over all heads exceed 32-bit pointers")
-    work = np.stack([
-        np.stack([w.order, w.pointers[w.order] + s, w.middles[w.order] + s,
-                  w.pointers[w.order + 1] + s], 1)
-        for w, s in zip(each, starts, strict=False)
-    ])  # fmt: skip
-    index = np.concatenate([*(w.index for w in each), np.zeros(1, np.int32)])
+    host = (
+        np.concatenate([w.pointers + s for w, s in zip(each, starts, strict=False)]),
+        np.concatenate([w.middles + s for w, s in zip(each, starts, strict=False)]),
+        np.concatenate([*(w.index for w in each), np.zeros(1, np.int32)]),
+        np.concatenate([w.order for w in each]),
+    )
     # Pinned staging would save little: lists are a few megabytes and go over once per layout.
     return DeviceLists(
-        torch.from_numpy(work.astype(np.int32)).to(device), torch.from_numpy(index).to(device),
-        tiles=work.shape[1],
-    )  # fmt: skip
+        *(torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device) for a in host),
+        tiles=len(each[0].middles),
+    )
