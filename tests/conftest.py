@@ -35,8 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in full]
-    # What takes longest first, so that it is not what other processes end up waiting for.
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    # The longest pieces first, so that no process ends up waiting for another's.
+    long = ("cluster", "slow")
+    items.sort(key=lambda item: [item.parent.get_closest_marker(mark) is None for mark in long])
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu or _has_gpu():
         return

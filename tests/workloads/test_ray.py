@@ -254,6 +254,15 @@ def test_ctrl_c_and_a_failing_rank(
     poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
     assert not list(driver.scratch.glob("msa-ray-*"))
 
+    # The same for a service manager's way to ask, while the workers are still starting.
+    ended = drive(ray_spec("ended", training=LONG))
+    poll(ended.workers, "the workers start")
+    family = ended.process.children(recursive=True)
+    ended.process.send_signal(signal.SIGTERM)
+    assert ended.ends(poll) == 130
+    assert "SIGTERM" not in ended.text
+    poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
+
     # A real failure of one rank only: its log folder holds what rank 1 cannot write to.
     spec = ray_spec("broken", recovery={"owner": "none"})
     (Path(spec.output) / "logs" / "rank-1.log").mkdir(parents=True)

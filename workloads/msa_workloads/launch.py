@@ -82,7 +82,12 @@ def run_on_ray(
     restored = _check_checkpoints(spec, resume, console)
     if watch:
         watch.state.restored(restored)
-    with _terminate_as_interrupt(), ray_cluster(spec) as cluster:
+    # Once more with Ray, whose own handler prints a stack of its C++ side and aborts.
+    with (
+        _terminate_as_interrupt(),
+        ray_cluster(spec) as cluster,
+        _terminate_as_interrupt(),
+    ):
         if cluster.local:
             open_source(spec.data.source).entries()
         # The driver has decided whether to resume; from here on, restarts always do.

@@ -78,6 +78,11 @@ class Planned:
     def rendered(self) -> Rendered:
         return desired.from_record(self.owner, _unpack(self.packed))
 
+    @property
+    def plan(self) -> Mapping[str, Any]:
+        """As :func:`msa_operator.planner.explain.to_dict` has it."""
+        return json.loads(self.rendered.config[desired.RUNSPEC])["plan"]
+
     def name(self, epoch: int) -> str:
         """The cluster's name in this epoch."""
         return names.cluster_name(self.owner.name, self.owner.uid, self.content, epoch)
