@@ -211,6 +211,18 @@ def test_a_job_without_a_head_says_where_its_logs_are(bench: Bench, job_uid: str
         assert "s3://ckpt/small" in done.stderr
 
 
+def test_a_head_that_goes_while_it_is_asked_is_no_raw_error(
+    bench: Bench, kubelet: Kubelet, job_uid: str
+) -> None:
+    pod(bench, job_uid, "head", "head")  # the kubelet knows no log of it any more
+    done = bench.msa("logs", "small")
+    assert done.exit_code == 2
+    assert "the head of small is gone; small is Running" in done.stderr
+    bench.says("small", {"phase": "Complete"})
+    done = bench.msa("logs", "small")
+    assert (done.exit_code, "its cluster is gone, with the logs" in done.stderr) == (2, True)
+
+
 def test_times_of_lines_are_compared_whatever_their_form() -> None:
     texts = ["", ".0000001", ".1", ".10000005", ".999999999"]
     found = [stamped(f"2026-11-30T01:00:00{text}Z a line")[0] for text in texts]

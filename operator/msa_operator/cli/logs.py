@@ -87,16 +87,35 @@ def logs(
     lines = Lines(rank, attempt)
     if follow:
         _follow(at, name, lines)
-        return
+    else:
+        _once(at, name, lines)
+
+
+def _once(at: Connection, name: str, lines: Lines) -> None:
+    """Print what there is now."""
+    from msa_operator.runtime.kube import KubeError
+
     job = look(at, name)
     head = None if job is None else _head(at, job)
     if job is None or head is None:
         raise Refused(_nothing(job, name), BAD_INPUT)
     printed = 0
-    for line in _read(at, head, follow=False):
-        for text in lines.shown(line):
-            click.echo(text)
-            printed += 1
+    try:
+        for line in _read(at, head, follow=False):
+            for text in lines.shown(line):
+                click.echo(text)
+                printed += 1
+    except KubeError as error:
+        if error.code != 404:
+            raise
+        # The head's pod went between the two requests.
+        job = look(at, name)
+        if job is None or job.over or job.phase == "Suspended":
+            raise Refused(_nothing(job, name), BAD_INPUT) from None
+        raise Refused(
+            f"the head of {name} is gone; {name} is {job.phase}. The next one's log: "
+            f"msa logs {name} --follow", BAD_INPUT,
+        ) from None  # fmt: skip
     if not printed:
         click.echo(f"nothing printed yet; {name} is {job.phase}. msa logs {name} --pods", err=True)
 
