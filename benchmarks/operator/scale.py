@@ -196,14 +196,16 @@ class Measurement:
             name = _name(number)
             while name not in self.follower.first:
                 await asyncio.sleep(0.1)
-            await self._change(client, name, 5)
+            await self._change(client, name, 6)
             await asyncio.sleep(0.5)
 
     async def _change(self, client: Client, name: str, restarts: int) -> None:
         path = f"{JOBS.format(NAMESPACE)}/{name}"
         since = time.monotonic()
         changed = await client.patch(path, {"spec": {"failure": {"maxRestarts": restarts}}})
-        self.follower.edited.append((name, changed["metadata"]["generation"], since))
+        generation = changed["metadata"]["generation"]
+        assert generation > 1, f"maxRestarts was {restarts} before: nothing was edited"
+        self.follower.edited.append((name, generation, since))
 
     async def _emptied(self, client: Client) -> None:
         while self.age() < LIMIT_S:

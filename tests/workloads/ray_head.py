@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -96,11 +97,12 @@ def ray_head() -> Iterator[RayHead]:
             until(refuses, "the dashboard refuses requests without a token")
             yield head
         finally:
-            family = process.children(recursive=True)
-            process.terminate()
-            until(lambda: process.poll() is not None, "the head ends")
-            for child in psutil.wait_procs(family, timeout=20)[1]:
-                child.kill()
+            # Ended politely, Ray's processes wait for each other for half a minute.
+            family = [process, *process.children(recursive=True)]
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            assert not psutil.wait_procs(family, timeout=DEADLINE)[1], "the head ends"
 
 
 def _start(folder: Path, environment: dict[str, str], log: Path) -> tuple[psutil.Popen, int, int]:

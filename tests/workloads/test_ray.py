@@ -276,6 +276,7 @@ def test_ctrl_c_and_a_failing_rank(
     assert "Traceback" not in bad.text
 
 
+@pytest.mark.full  # by default a job is submitted to Ray's pods, in tests/e2e/two_nodes
 def test_a_submitted_job_trains_to_the_same_losses(
     ray_head: RayHead,
     ray_spec: Callable[..., RunSpec],
