@@ -8,7 +8,6 @@ templates where they may run, and who is preempted is suspended again.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +16,13 @@ from e2e.apiserver import ApiServer
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.process import wait_for
-from msa_operator.reconcile import attempts
-from runtime_operator import Running, prepared
+from runtime_operator import (  # noqa: F401
+    Running,
+    hurry,
+    prepared,
+    running_operator,
+    world_of_jobs,
+)
 
 WEBHOOK = """
 apiVersion: admissionregistration.k8s.io/v1
@@ -55,24 +59,6 @@ def simulator(api_server: ApiServer) -> Iterator[Simulator]:
     kinds = ("mutatingadmissionpolicybinding", "mutatingadmissionpolicy")
     for kind in kinds:
         api_server.kubectl("delete", kind, "queue")
-
-
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between attempts no pod of these tests needs the usual time."""
-    monkeypatch.setattr(attempts, "BACKOFF_S", 0.5)
-
-
-@pytest.fixture
-def world(api_server: ApiServer, simulator: Simulator) -> World:
-    simulator.hold = False
-    return World(api_server, simulator, f"q-{uuid.uuid4().hex[:8]}")
-
-
-@pytest.fixture
-def operator(api_server: ApiServer, simulator: Simulator, world: World) -> Iterator[Running]:
-    with Running(api_server, simulator.heads_url, world.namespace) as running:
-        yield running
 
 
 def queued(world: World, name: str) -> dict[str, Any]:

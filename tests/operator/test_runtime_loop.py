@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +12,17 @@ from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.process import wait_for
 from msa_operator.api import parse_job
-from msa_operator.reconcile import attempts
 from msa_operator.reconcile.desired import Owner
 from msa_operator.runtime import look
 from msa_operator.runtime.planning import Planner
-from runtime_operator import Running, prepared, settings
+from runtime_operator import (  # noqa: F401
+    Running,
+    hurry,
+    prepared,
+    running_operator,
+    settings,
+    world_of_jobs,
+)
 
 WRITES = {"CREATE", "PATCH", "PUT", "DELETE", "DRYRUN"}
 MOST_WRITES = 25
@@ -29,24 +34,6 @@ def simulator(api_server: ApiServer) -> Iterator[Simulator]:
     found = prepared(api_server)
     yield found
     found.stop()
-
-
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between attempts no pod of these tests needs the usual time."""
-    monkeypatch.setattr(attempts, "BACKOFF_S", 0.5)
-
-
-@pytest.fixture
-def world(api_server: ApiServer, simulator: Simulator) -> World:
-    simulator.hold = False
-    return World(api_server, simulator, f"t-{uuid.uuid4().hex[:8]}")
-
-
-@pytest.fixture
-def operator(api_server: ApiServer, simulator: Simulator, world: World) -> Iterator[Running]:
-    with Running(api_server, simulator.heads_url, world.namespace) as running:
-        yield running
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
