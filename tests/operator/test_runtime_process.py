@@ -223,6 +223,18 @@ def test_logs_name_the_job_in_every_form():
     assert "[team/small] told 3" in lines("text")[0]
 
 
+def test_a_request_that_is_tried_again_is_no_error():
+    code = (
+        "from msa_operator.runtime import logs; import logging; logs.configure('json')\n"
+        "log = logging.getLogger('kopf._cogs.clients.watching')\n"
+        "log.error('Request attempt #1/9 failed; will retry: GET /apis -> 429')\n"
+        "log.error('Request attempt #9/9 failed; escalating: GET /apis -> 429')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    levels = [json.loads(line)["level"] for line in done.stderr.splitlines()]
+    assert levels == ["warning", "error"]
+
+
 @pytest.mark.parametrize("text", ["{}", "image: x\nrayVersion: 2.60.0\nnonsense: 1\n"])
 def test_settings_that_cannot_be_used_end_it_at_once_with_the_reason(tmp_path: Path, text: str):
     file = tmp_path / "settings.yaml"

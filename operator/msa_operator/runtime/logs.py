@@ -29,6 +29,9 @@ class _Job(logging.Filter):
         if record.name.startswith("kopf"):
             # Its message names the error; a trace through its reactor helps nobody.
             record.exc_info = record.exc_text = None
+            if "failed; will retry" in record.getMessage():
+                # An API server that is busy or starts anew: an error is what outlasts the retries.
+                record.levelno, record.levelname = logging.WARNING, "WARNING"
             return "OS signals are ignored" not in record.getMessage()  # they are ours
         return True
 
