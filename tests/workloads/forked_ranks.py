@@ -8,6 +8,7 @@ the folder, and pickles its result into it.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import runpy
@@ -58,6 +59,7 @@ def main(path: str, name: str, ranks: int, folder: str) -> int:
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             )  # fmt: skip
+            faulthandler.enable()  # a rank that its C library aborts has no traceback else
             code = 0
             try:
                 (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
@@ -69,9 +71,11 @@ def main(path: str, name: str, ranks: int, folder: str) -> int:
         children.append(child)
     failed = False
     for _ in range(ranks):
-        _, status = os.wait()
+        gone, status = os.wait()
         if status and not failed:
             failed = True
+            code = os.waitstatus_to_exitcode(status)
+            print(f"rank {children.index(gone)} was the first to end: {code}", file=sys.stderr)
             for child in children:
                 try:
                     os.kill(child, 15)  # the others would wait for the one that is gone

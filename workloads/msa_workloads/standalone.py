@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ def main(arguments: list[str], folder: Path) -> int:
     )
     parser.add_argument("--spec", required=True, type=Path, help="RunSpec as JSON")
     chosen = parser.parse_args(arguments)
+    faulthandler.enable()  # a crash in a library says where Python was; Ray's workers do so too
     rank = int(os.environ.get("RANK", "0"))
     console = Console(stderr=False, quiet=rank != 0)
     try:

@@ -24,6 +24,9 @@ NOT_READY_S = 30
 """A lost node's pods are given up after this long; Kubernetes waits 300 s unless told."""
 GRACE_S = 30
 """From SIGTERM to SIGKILL: a checkpoint is drained for before pods end, not during it."""
+STOP = ["ray", "stop", "--grace-period=10"]
+"""Before SIGTERM, which the shell that KubeRay starts Ray in does not pass on: without it every
+pod would hold its accelerators for the whole of GRACE_S."""
 OBJECT_STORE_MIN = 80_000_000
 """Bytes; Ray refuses less than 75 MiB."""
 OBJECT_STORE_MAX = 4 * GIB
@@ -196,6 +199,7 @@ def _template(
                 "securityContext": {
                     "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
                 },
+                "lifecycle": {"preStop": {"exec": {"command": STOP}}},
                 "env": [_env(e) for e in pod.env],
                 "volumeMounts": [
                     {"name": "shared-mem", "mountPath": "/dev/shm"},
