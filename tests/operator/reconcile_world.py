@@ -68,6 +68,8 @@ class Ray:
     """Head and all workers are ready."""
     head_up: bool = False
     deleting: bool = False
+    suspended: bool = False
+    """A queue holds it: it has no pods."""
     lost: bool = False
     head: int = 0
     worker: int = 0
@@ -117,7 +119,8 @@ def observe(w: World) -> seen.State:
         now=w.now,
         planning=seen.Planning(content="c", pods=WORKERS, summary="dp2", fewer=w.fewer),
         clusters=tuple(
-            seen.Cluster(name=c.name, uid=c.uid, deleting=c.deleting, workers_wanted=c.workers)
+            seen.Cluster(name=c.name, uid=c.uid, deleting=c.deleting, suspended=c.suspended,
+                         workers_wanted=c.workers)
             for c in w.clusters
         ),
         pods=tuple(pods),
@@ -131,6 +134,8 @@ def observe(w: World) -> seen.State:
 
 
 def _pods(c: Ray) -> list[seen.Pod]:
+    if c.suspended:
+        return []
     of = {"cluster": c.name, "deleting": c.deleting}
     head = seen.Pod(name="head", uid=f"{c.uid}-h{c.head}", head=True, ready=c.head_up, **of)
     workers = []
@@ -203,10 +208,18 @@ def _on_run(w: World, change: Callable[[Sub], Sub]) -> World:
     return _subs(w, lambda s: change(s) if s.status == "Running" else s)
 
 
+def _come_up(c: Ray) -> Ray:
+    return c if c.deleting or c.lost or c.suspended else replace(c, up=True, head_up=True)
+
+
+def _preempt(c: Ray) -> Ray:
+    """Its pods end; those that come later are others."""
+    down = replace(c, suspended=True, up=False, head_up=False, lost=False, subs=())
+    return replace(down, head=c.head + 1, worker=c.worker + 1)
+
+
 EVENTS: dict[str, Callable[[World], World]] = {
-    "up": lambda w: _each(
-        w, lambda c: c if c.deleting or c.lost else replace(c, up=True, head_up=True)
-    ),
+    "up": lambda w: _each(w, _come_up),
     "collected": lambda w: replace(
         w, clusters=tuple(c for c in w.clusters if not c.deleting or c.lost)
     ),
@@ -220,6 +233,8 @@ EVENTS: dict[str, Callable[[World], World]] = {
     "node lost": lambda w: _each(w, lambda c: replace(c, lost=True, up=False) if c.up else c),
     "worker lost": lambda w: _each(w, lambda c: replace(c, worker=c.worker + 1) if c.up else c),
     "head lost": lambda w: _each(w, lambda c: replace(c, head=c.head + 1, subs=()) if c.up else c),
+    "preempted": lambda w: _each(w, _preempt),
+    "admitted": lambda w: _each(w, lambda c: replace(c, suspended=False)),
     "api": lambda w: replace(w, api=not w.api, api_since=w.now),
     "suspend": lambda w: replace(w, suspend=not w.suspend),
     "delete": lambda w: _collect(replace(w, deleted=w.now)) if w.deleted is None else w,
@@ -261,15 +276,15 @@ def key(w: World) -> Any:
         attempt and ray and (attempt.head == f"{ray.uid}-h{ray.head}/0", attempt.from_step,
                              attempt.submission_id in [s.id for s in ray.subs]),
         attempt and observe(w).workers and seen.gang(observe(w).workers) == attempt.workers,
-        tuple((c.name == i.cluster, c.up, c.head_up, c.deleting, c.lost, c.workers, tuple(
-            (s.status, s.step, s.checkpoint, age(s.stepped), s.asked, s.drained)
-            for s in c.subs[-1:])) for c in w.clusters),
+        tuple((c.name == i.cluster, c.up, c.head_up, c.deleting, c.suspended, c.lost, c.workers,
+               tuple((s.status, s.step, s.checkpoint, age(s.stepped), s.asked, s.drained)
+                     for s in c.subs[-1:])) for c in w.clusters),
     )  # fmt: skip
 
 
 def cooperate(w: World, last_step: int = 2) -> World:
     """A world in which everything goes well moves on by one look of the operator."""
-    for event in ("collected", "up"):
+    for event in ("collected", "admitted", "up"):
         w = EVENTS[event](w)
     w = _on_run(w, lambda s: replace(s, step=s.step + 1, stepped=w.now))
     for event in ("checkpoint", "drained"):

@@ -128,5 +128,7 @@ def test_a_job_that_is_preempted_goes_on_when_it_is_admitted_again(
     say(world, waiting, suspended=False)
     done = world.until("small", "Complete", 90)
     assert len(done["attempts"]) == 2 and not world.simulator.violations
+    assert done["attempts"][0]["reason"] == "Preempted"
+    assert waiting["metadata"]["uid"] == cluster["metadata"]["uid"]  # its place in the queue
     assert done["attempts"][1]["fromStep"] == done["attempts"][0]["checkpointStep"]
     world.clean()

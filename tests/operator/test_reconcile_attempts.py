@@ -34,7 +34,7 @@ def test_what_was_asked_for_does_not_count():
         intent = failed(intent, reason)
     assert counted(intent, NOON) == 0 and not exhausted(intent, 0, NOON)
     assert {r for r, k in KINDS.items() if not k.counts} == {
-        "Suspended", "DeadlineExceeded", "Succeeded",
+        "Suspended", "Preempted", "DeadlineExceeded", "Succeeded",
     }  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def reached() -> list[World]:
 def test_every_phase_is_reached(reached):
     phases = {w.intent.phase for w in reached}
     assert phases >= {"Pending", "Suspended", "Provisioning", "Starting", "Running", "Recovering",
-                      "Draining", "Complete", "Failed"}  # fmt: skip
+                      "Draining", "Complete", "Failed", "Queued"}  # fmt: skip
 
 
 def test_every_change_of_phase_is_in_the_table(reached):
@@ -139,15 +139,17 @@ def test_a_finalizer_goes_even_when_nothing_can_be_returned(reached):
 
 
 def test_no_wait_is_for_ever(reached):
-    """Nothing but time: every job ends suspended or terminal within its deadlines."""
+    """Nothing but time: every job ends suspended or terminal within its deadlines, or waits in a
+    queue, which has no deadline."""
+    ends = {*TERMINAL, "Suspended", "Queued"}
     for w in reached[::7]:
         now = w
         for _ in range(40):
-            if now.gone or now.intent.phase in {*TERMINAL, "Suspended"}:
+            if now.gone or now.intent.phase in ends:
                 break
             now, _ = reconcile(now)
             now = EVENTS["tick"](now)
-        assert now.gone or now.deleted is not None or now.intent.phase in {*TERMINAL, "Suspended"}
+        assert now.gone or now.deleted is not None or now.intent.phase in ends
 
 
 @settings(deadline=None, max_examples=150)
@@ -438,6 +440,17 @@ def test_a_queue_holds_a_job_without_a_deadline():
     assert decide(held).phase == "Queued" and decide(held).requeue_after
     free = decide(replace(held, clusters=state.clusters))
     assert (free.phase, free.intent.since) == ("Provisioning", state.now)
+
+
+def test_preemption_costs_no_attempt_and_keeps_the_place_in_the_queue():
+    w, decision = reconcile(EVENTS["preempted"](running()))
+    (cluster,) = w.clusters
+    assert decision.phase == "Queued" and not decision.intent.failures
+    assert decision.intent.attempts[-1].reason == "Preempted"
+    for _ in range(2):
+        w, decision = reconcile(cooperate(w))
+    assert decision.phase == "Running" and decision.intent.number == 2
+    assert [c.uid for c in w.clusters] == [cluster.uid]
 
 
 def test_node_loss_is_worked_through_in_the_jobs_order():

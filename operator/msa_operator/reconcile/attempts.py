@@ -9,7 +9,7 @@ from msa_operator.reconcile.intent import ATTEMPTS_KEPT, Attempt, Intent
 
 Reason = Literal[
     "SubmissionFailed", "TrainingFailed", "HeadLost", "NodeLost", "WorkerLost", "Hang",
-    "StartTimeout", "DeadlineExceeded", "Suspended", "Succeeded",
+    "StartTimeout", "Preempted", "DeadlineExceeded", "Suspended", "Succeeded",
 ]  # fmt: skip
 
 WINDOW_H = 24
@@ -41,6 +41,7 @@ KINDS: dict[Reason, Kind] = {
     "WorkerLost": Kind(True, True, False, "KubeRay makes a new pod on nodes that are still held"),
     "Hang": Kind(True, True, False, "no step for too long; stacks are dumped first"),
     "StartTimeout": Kind(True, True, True, "nodes were ready and no step came"),
+    "Preempted": Kind(False, True, False, "a queue took the nodes; the cluster keeps its place"),
     "DeadlineExceeded": Kind(False, False, False, "the job's own limit on time"),
     "Suspended": Kind(False, True, True, "asked for; nodes are given back"),
     "Succeeded": Kind(False, False, False, "all steps are trained"),

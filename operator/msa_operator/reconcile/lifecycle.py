@@ -95,10 +95,15 @@ def _status(s: State, *wanted: str) -> bool:
 
 
 def settled(s: State) -> bool:
-    """No submission of ours can still be running: each is over, or its head does not know it."""
-    if not s.ours:
+    """No submission of ours can still be running: each is over, or its head does not know it, or
+    there is no pod in which it could."""
+    if not s.ours or not s.pods:
         return True
     return s.api.reachable and not s.live_submissions
+
+
+def _preempted(s: State) -> bool:
+    return s.cluster is not None and s.cluster.suspended
 
 
 def _head_lost(s: State) -> bool:
@@ -268,6 +273,7 @@ def _go(phase: Phase, reason: str, message: str = "", **changes: object):
 
 
 _ACTIVE = "deadlines.active has passed; a longer one and a new job go on from the checkpoint"
+_PREEMPTED = _lost("Preempted", lambda s: "a queue took the nodes back")
 _NODE = _lost("NodeLost", lambda s: "node lost: " + ", ".join(
     sorted({p.node for p in s.members if p.node_lost})))  # fmt: skip
 _HEAD = _lost("HeadLost", lambda s: "the head is another pod or was restarted")
@@ -281,6 +287,7 @@ def _losses(source: Phase) -> tuple[Transition, ...]:
     return (
         Transition(source, "the submission succeeded", lambda s: _status(s, "Succeeded"),
                    _succeeded, ("Complete",)),
+        Transition(source, "a queue takes the nodes back", _preempted, _PREEMPTED, _AGAIN),
         Transition(source, "a node is confirmed gone", _node_lost, _NODE, _AGAIN),
         Transition(source, "the head is another pod or container", _head_lost, _HEAD, _AGAIN),
         Transition(source, "a worker is another pod or container", _worker_lost, _WORKER, _AGAIN),
@@ -326,8 +333,7 @@ TABLE: tuple[Transition, ...] = (
     Transition("Provisioning", "the name belongs to another owner's cluster",
                lambda s: s.name_taken, _provision, ("Provisioning",), observe_again=True),
     Transition("Provisioning", "a queue holds the cluster back",
-               lambda s: s.cluster is not None and s.cluster.suspended,
-               _go("Queued", "Queued", "waiting in the queue"), ("Queued",)),
+               _preempted, _go("Queued", "Queued", "waiting in the queue"), ("Queued",)),
     Transition("Provisioning", "head and every worker are ready",
                lambda s: s.complete and not _node_lost(s), _start, ("Starting",)),
     Transition("Provisioning", "deadlines.capacity has passed", _capacity_over, _no_capacity,
