@@ -12,6 +12,7 @@ import pytest
 from . import charts
 from .apiserver import ApiServer
 from .cluster import Cluster
+from .faults import definitions
 from .paths import Unavailable
 
 
@@ -32,16 +33,14 @@ def needs_helm() -> None:
 
 @pytest.fixture(scope="session")
 def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """A real API server on loopback, with garbage collection and the deletion of namespaces.
+    """A real API server on loopback, with the custom resources, garbage collection and the
+    deletion of namespaces.
 
     Shared by the session: use a namespace of your own. Pods stay as they are made, since nothing
     schedules or runs them.
     """
     try:
-        server = ApiServer.start(
-            tmp_path_factory.mktemp("api-server"),
-            controllers=("garbage-collector-controller", "namespace-controller"),
-        )
+        server = definitions.serving(tmp_path_factory.mktemp("api-server"))
     except Unavailable as reason:
         not_here(reason)
         raise

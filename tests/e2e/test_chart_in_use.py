@@ -162,10 +162,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     needs_helm()
     folder = tmp_path_factory.mktemp("chart-in-use")
     try:
-        server = ApiServer.start(
-            folder, controllers=("garbage-collector-controller", "namespace-controller")
-        )
-        definitions.install(server)
+        server = definitions.serving(folder)
     except Unavailable as reason:
         not_here(reason)
         raise

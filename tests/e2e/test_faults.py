@@ -13,7 +13,6 @@ import pytest
 
 from e2e.apiserver import ApiServer
 from e2e.build import tool
-from e2e.faults import definitions
 from e2e.faults.client import admin_tls
 from e2e.faults.jobs import JOBS, job, rendered
 from e2e.faults.proxy import Proxy
@@ -128,7 +127,6 @@ def test_watches_expire_and_fall_silent(proxy: Proxy, api_server: ApiServer):
 
 @pytest.fixture(scope="module")
 def simulator(api_server: ApiServer) -> Iterator[Simulator]:
-    definitions.install(api_server)
     api_server.apply("{apiVersion: v1, kind: Namespace, metadata: {name: simulated}}")
     made = Simulator(api_server)
     yield made

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from e2e.apiserver import ApiServer
-from e2e.faults import definitions
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from msa_operator.api.read import Reader
@@ -67,13 +66,7 @@ class Running:
         return self._thread.is_alive()
 
 
-def prepared(server: ApiServer) -> Simulator:
-    """The custom resources, and who makes pods of RayClusters."""
-    definitions.install(server)
-    return Simulator(server)
-
-
-__all__ = ["Path", "Running", "prepared", "settings"]
+__all__ = ["Path", "Running", "settings"]
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from e2e.process import wait_for
 from runtime_operator import (  # noqa: F401
     Running,
     hurry,
-    prepared,
     running_operator,
     world_of_jobs,
 )
@@ -53,12 +52,28 @@ POOL = {"cloud.example/pool": "research"}
 @pytest.fixture(scope="module")
 def simulator(api_server: ApiServer) -> Iterator[Simulator]:
     api_server.apply(WEBHOOK)
-    found = prepared(api_server)
+    wait_for(lambda: _acts(api_server), "the queue holds clusters back", 60)
+    found = Simulator(api_server)
     yield found
     found.stop()
     kinds = ("mutatingadmissionpolicybinding", "mutatingadmissionpolicy")
     for kind in kinds:
         api_server.kubectl("delete", kind, "queue")
+
+
+def _acts(server: ApiServer) -> bool:
+    """Policies are used some time after they were applied."""
+    cluster = {
+        "apiVersion": "ray.io/v1", "kind": "RayCluster",
+        "metadata": {"generateName": "probe-", "labels": {"kueue.x-k8s.io/queue-name": "q"}},
+        "spec": {"headGroupSpec": {
+            "rayStartParams": {}, "template": {"spec": {"containers": [{"name": "ray-head"}]}},
+        }},
+    }  # fmt: skip
+    words = ["create", "--dry-run=server", "--namespace=default", "--output=json", "-f", "-"]
+    return json.loads(server.kubectl(*words, stdin=json.dumps(cluster)))["spec"].get(
+        "suspend", False
+    )
 
 
 def queued(world: World, name: str) -> dict[str, Any]:

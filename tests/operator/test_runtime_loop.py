@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from e2e.apiserver import ApiServer
+from e2e.faults.jobs import JOBS
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.process import wait_for
@@ -18,7 +19,6 @@ from msa_operator.runtime.planning import Planner
 from runtime_operator import (  # noqa: F401
     Running,
     hurry,
-    prepared,
     running_operator,
     settings,
     world_of_jobs,
@@ -31,7 +31,7 @@ MOST_WRITES = 25
 
 @pytest.fixture(scope="module")
 def simulator(api_server: ApiServer) -> Iterator[Simulator]:
-    found = prepared(api_server)
+    found = Simulator(api_server)
     yield found
     found.stop()
 
@@ -68,6 +68,34 @@ def test_a_life_takes_few_writes(world: World, operator: Running):
         reason for reason, _ in events(world)
     }
     print(f"\n{sum(counted.values())} writes: {counted}")
+
+
+def test_a_run_that_ended_without_an_operator_is_shown_with_its_last_step(
+    api_server: ApiServer, simulator: Simulator, world: World
+):
+    held(world)
+    with Running(api_server, simulator.heads_url, world.namespace):
+        world.create("small")
+        wait_for(lambda: world.status("small").get("progress"), "a first step is shown", 60)
+        before = world.job("small")
+    assert before is not None and before["status"]["progress"]["step"] < 20
+    simulator.heads.finish(world.uid("small"))
+    with Running(api_server, simulator.heads_url, world.namespace):
+        world.until("small", "Complete", 60)
+        world.clean()
+    since = before["metadata"]["resourceVersion"]
+    statuses = [seen["object"].get("status", {}) for seen in history(world, "small", since)]
+    complete = [s["progress"] for s in statuses if s.get("phase") == "Complete"]
+    # Never written over by what the run said before.
+    assert complete and {(p["step"], p["checkpointStep"]) for p in complete} == {(20, 20)}
+    assert {p["loss"] for p in complete} == {before["status"]["progress"]["loss"]}
+
+
+def history(world: World, name: str, since: str) -> list[dict[str, Any]]:
+    """Every state that the object has had."""
+    path = JOBS.format(world.namespace)
+    query = f"?watch=1&resourceVersion={since}&fieldSelector=metadata.name={name}&timeoutSeconds=1"
+    return [json.loads(line) for line in world.server.get(path + query).splitlines()]
 
 
 def writes(operator: Running) -> dict[tuple[str, str], int]:

@@ -27,14 +27,14 @@ from msa_operator.runtime import act
 from msa_operator.runtime.kube import LEASES, Kube, configuration
 from msa_operator.runtime.lease import Lease, LeaseLost
 from msa_operator.settings import Lease as Timing
-from runtime_operator import SETTINGS, Running, prepared
+from runtime_operator import SETTINGS, Running
 
 QUICK = Timing.model_validate({"durationSeconds": 2, "renewSeconds": 1.5, "retrySeconds": 0.2})
 
 
 @pytest.fixture(scope="module")
 def simulator(api_server: ApiServer) -> Iterator[Simulator]:
-    found = prepared(api_server)
+    found = Simulator(api_server)
     yield found
     found.stop()
 

@@ -28,7 +28,7 @@ from msa_operator.runtime.head import HeadError, Heads
 from msa_operator.runtime.kube import JOBS, PODS, Kube, KubeError
 from msa_operator.runtime.look import Look
 from msa_operator.runtime.memory import Memory
-from msa_operator.runtime.report import Reporter
+from msa_operator.runtime.report import Reporter, progress_of
 from msa_operator.runtime.store import JobObject, Store
 
 TURN_S = 1.0
@@ -107,7 +107,7 @@ class Actor:
         if look.state.planning.refused:
             self._tell(acting, "Refused", look.state.planning.refused)
         wait = None if persisted else self._show(acting)
-        later = self._report(acting)
+        later = self._report(acting, complete=decision.phase == "Complete")
         return min((w for w in (wait, later) if w is not None), default=None)
 
     def _do(self, acting: Acting, action: Action) -> None:
@@ -262,17 +262,16 @@ class Actor:
         )  # fmt: skip
         keep = ("progress", "plan", "cost")
         made = status.write(intent, shown)
-        if intent.phase == "Complete" and isinstance((before := old or {}).get("progress"), dict):
+        if intent.phase == "Complete" and (told := _last_told(acting, intent)):
             last = intent.attempts[-1]
             made["progress"] = {
-                **before["progress"], "step": last.to_step, "eta": "0s",
-                "checkpointStep": last.checkpoint_step,
+                **told, "step": last.to_step, "eta": "0s", "checkpointStep": last.checkpoint_step,
             }  # fmt: skip
         return status.difference(old, made, keep)
 
-    def _report(self, acting: Acting) -> float | None:
+    def _report(self, acting: Acting, *, complete: bool) -> float | None:
         try:
-            return self._reporter.report(acting.look, acting.memory)
+            return self._reporter.report(acting.look, acting.memory, complete=complete)
         except KubeError as error:
             if not error.conflict:
                 raise Again(f"progress: {error}", error.retry_after, failed=True) from None
@@ -351,6 +350,14 @@ class Actor:
         if (reason, message) not in acting.memory.told:
             acting.memory.told.add((reason, message))
             self._recorder.record(acting.look.job, "Warning", reason, message)
+
+
+def _last_told(acting: Acting, intent: Intent) -> dict[str, Any]:
+    """What the last attempt's run said at last: it may be newer than what the status shows."""
+    seen = acting.memory.seen
+    if seen is not None and seen.report.submission == intent.attempts[-1].submission_id:
+        return progress_of(seen)
+    return (acting.look.job.raw.get("status") or {}).get("progress") or {}
 
 
 def _turns(old: Any, patch: dict[str, Any]) -> bool:

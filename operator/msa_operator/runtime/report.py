@@ -22,8 +22,9 @@ class Reporter:
         self._every = every
         """Seconds between two writes for one job."""
 
-    def report(self, look: Look, memory: Memory) -> float | None:
-        """Write what the open attempt's run last said, under a field manager of its own.
+    def report(self, look: Look, memory: Memory, *, complete: bool) -> float | None:
+        """Write what the open attempt's run last said, under a field manager of its own; not in
+        the round that found the run complete, which has written the end already.
 
         Returns the seconds after which news that was held back may be written. Raises
         :class:`~msa_operator.runtime.kube.KubeError`.
@@ -32,7 +33,9 @@ class Reporter:
         if seen is None or attempt is None or seen.report.submission != attempt.submission_id:
             return None
         self._measure(look, seen)
-        shown = _progress(seen)
+        if complete:
+            return None
+        shown = progress_of(seen)
         old = (job.raw.get("status") or {}).get("progress") or {}
         if not status.difference(old, shown).keys() - {"updated"}:
             return None
@@ -64,7 +67,7 @@ class Reporter:
         ))  # fmt: skip
 
 
-def _progress(seen: Seen) -> dict[str, Any]:
+def progress_of(seen: Seen) -> dict[str, Any]:
     """``status.progress``."""
     report = seen.report
     eta, speed = report.eta_seconds, report.tokens_per_second

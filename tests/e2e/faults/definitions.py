@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from ..apiserver import ApiServer
 from ..build import tool
 from ..paths import REPOSITORY
-from ..process import wait_for
+from ..process import spawn, wait_for
 
 SERVED = {
     "/apis/flashmsa.dev/v1alpha1": {"longcontextjobs", "hardwareprofiles"},
     "/apis/ray.io/v1": {"rayclusters"},
 }
+
+
+CONTROLLERS = ("garbage-collector-controller", "namespace-controller")
+
+
+def serving(folder: Path) -> ApiServer:
+    """An API server with the custom resources, and with controllers that know them.
+
+    In this order: the garbage collector looks for new kinds every half minute only, and until then
+    the pods of a RayCluster stay when it is deleted. Raises Unavailable.
+    """
+    server = ApiServer.start(folder)
+    try:
+        install(server)
+        server.start_controllers(
+            lambda name, argv, log: spawn(name, argv, log, with_parent=True), CONTROLLERS
+        )
+    except BaseException:
+        server.stop()
+        raise
+    return server
 
 
 def install(server: ApiServer) -> None:

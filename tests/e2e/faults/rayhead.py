@@ -124,6 +124,15 @@ class Heads:
                 if run.live:
                     run.end("FAILED", None, "the head is gone")
 
+    def finish(self, job_uid: str) -> None:
+        """The job's runs do their last steps, whether or not anybody asks."""
+        for head in self.heads.values():
+            for run in head.runs.values():
+                if run.live and run.work.job_uid == job_uid:
+                    run.step = run.work.max_steps
+                    self._save(run, run.step)
+                    run.end("SUCCEEDED", 0)
+
     def worker_died(self, namespace: str, cluster: str) -> None:
         """The driver of a run whose worker died ends with an error."""
         if (head := self.heads.get((namespace, cluster))) is not None:

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..apiserver import ApiServer
-from ..process import spawn
 from . import access, definitions
 from .proxy import Proxy
 from .running import Operator, Zygote
 from .simulator import Simulator
 from .world import World
-
-CONTROLLERS = ("garbage-collector-controller", "namespace-controller")
 
 
 @dataclass
@@ -68,13 +65,8 @@ class Stand:
 def standing(folder: Path) -> Iterator[Stand]:
     """Raises Unavailable where an API server cannot run."""
     with contextlib.ExitStack() as ends:
-        server = ApiServer.start(folder / "server")
+        server = definitions.serving(folder / "server")
         ends.callback(server.stop)
-        # First the definitions: the collector looks for new kinds only every half minute.
-        definitions.install(server)
-        server.start_controllers(
-            lambda name, argv, log: spawn(name, argv, log, with_parent=True), CONTROLLERS
-        )
         simulator = Simulator(server)
         ends.callback(simulator.stop)
         proxy = Proxy(server, folder)
