@@ -24,9 +24,11 @@ NOT_READY_S = 30
 """A lost node's pods are given up after this long; Kubernetes waits 300 s unless told."""
 GRACE_S = 30
 """From SIGTERM to SIGKILL: a checkpoint is drained for before pods end, not during it."""
-STOP = ["ray", "stop", "--grace-period=10"]
-"""Before SIGTERM, which the shell that KubeRay starts Ray in does not pass on: without it every
-pod would hold its accelerators for the whole of GRACE_S."""
+STOP = ["/bin/sh", "-c", "ray stop --force >/dev/null 2>&1 &"]
+"""Before SIGTERM, which does nothing: `ray start` is the container's first process and handles no
+signal, nor does it end when its children were ended by one. Without this every pod would hold its
+accelerators for the whole of GRACE_S. In the background: the hook would die with the container,
+and be shown as failed."""
 OBJECT_STORE_MIN = 80_000_000
 """Bytes; Ray refuses less than 75 MiB."""
 OBJECT_STORE_MAX = 4 * GIB
