@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 from e2e.apiserver import ApiServer
-from e2e.faults.simulator import Simulator
-from e2e.faults.world import World
 from msa_operator.api.read import Reader
 from msa_operator.main import Operator, Options
-from msa_operator.reconcile import attempts
 from msa_operator.settings import Settings
 
 SETTINGS: dict[str, Any] = {
@@ -64,26 +58,3 @@ class Running:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-
-__all__ = ["Path", "Running", "settings"]
-
-
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between attempts no pod of these tests needs the usual time."""
-    monkeypatch.setattr(attempts, "BACKOFF_S", 0.5)
-
-
-@pytest.fixture(name="world")
-def world_of_jobs(api_server: ApiServer, simulator: Simulator) -> World:
-    simulator.hold = False
-    return World(api_server, simulator, f"t-{uuid.uuid4().hex[:8]}")
-
-
-@pytest.fixture(name="operator")
-def running_operator(
-    api_server: ApiServer, simulator: Simulator, world: World
-) -> Iterator[Running]:
-    with Running(api_server, simulator.heads_url, world.namespace) as running:
-        yield running

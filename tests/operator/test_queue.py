@@ -16,12 +16,9 @@ from e2e.apiserver import ApiServer
 from e2e.faults.simulator import Simulator
 from e2e.faults.world import World
 from e2e.process import wait_for
-from runtime_operator import (  # noqa: F401
-    Running,
-    hurry,
-    running_operator,
-    world_of_jobs,
-)
+from runtime_operator import Running
+
+pytestmark = pytest.mark.usefixtures("hurry")
 
 WEBHOOK = """
 apiVersion: admissionregistration.k8s.io/v1

@@ -16,13 +16,9 @@ from msa_operator.api import parse_job
 from msa_operator.reconcile.desired import Owner
 from msa_operator.runtime import look
 from msa_operator.runtime.planning import Planner
-from runtime_operator import (  # noqa: F401
-    Running,
-    hurry,
-    running_operator,
-    settings,
-    world_of_jobs,
-)
+from runtime_operator import Running, settings
+
+pytestmark = pytest.mark.usefixtures("hurry")
 
 WRITES = {"CREATE", "PATCH", "PUT", "DELETE", "DRYRUN"}
 MOST_WRITES = 25

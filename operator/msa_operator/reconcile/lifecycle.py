@@ -102,7 +102,7 @@ def settled(s: State) -> bool:
     return s.api.reachable and not s.live_submissions
 
 
-def _preempted(s: State) -> bool:
+def _held_back(s: State) -> bool:
     return s.cluster is not None and s.cluster.suspended
 
 
@@ -287,7 +287,7 @@ def _losses(source: Phase) -> tuple[Transition, ...]:
     return (
         Transition(source, "the submission succeeded", lambda s: _status(s, "Succeeded"),
                    _succeeded, ("Complete",)),
-        Transition(source, "a queue takes the nodes back", _preempted, _PREEMPTED, _AGAIN),
+        Transition(source, "a queue takes the nodes back", _held_back, _PREEMPTED, _AGAIN),
         Transition(source, "a node is confirmed gone", _node_lost, _NODE, _AGAIN),
         Transition(source, "the head is another pod or container", _head_lost, _HEAD, _AGAIN),
         Transition(source, "a worker is another pod or container", _worker_lost, _WORKER, _AGAIN),
@@ -333,7 +333,7 @@ TABLE: tuple[Transition, ...] = (
     Transition("Provisioning", "the name belongs to another owner's cluster",
                lambda s: s.name_taken, _provision, ("Provisioning",), observe_again=True),
     Transition("Provisioning", "a queue holds the cluster back",
-               _preempted, _go("Queued", "Queued", "waiting in the queue"), ("Queued",)),
+               _held_back, _go("Queued", "Queued", "waiting in the queue"), ("Queued",)),
     Transition("Provisioning", "head and every worker are ready",
                lambda s: s.complete and not _node_lost(s), _start, ("Starting",)),
     Transition("Provisioning", "deadlines.capacity has passed", _capacity_over, _no_capacity,
