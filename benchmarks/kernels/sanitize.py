@@ -1,13 +1,18 @@
-"""Small calls of every kernel, to be run under NVIDIA's compute-sanitizer.
+"""Small calls of every kernel under NVIDIA's compute-sanitizer and Triton's ConSan.
 
     python benchmarks/kernels/sanitize.py --out sanitizer.json
 
-Each call runs under memcheck (out-of-bounds and misaligned accesses, leaks excepted) and racecheck
-(hazards in shared memory) in a process of its own, Gluon and plain kernels each, several side by
-side, without PyTorch's caching allocator, in which neighbouring tensors would hide an access past
-the end. The record is written as each ends, the most telling first, so that a run that is cut
-short keeps what it has. Exit code 1 when a tool reports an error or does not finish. Kernels are
-compiled before the tools start.
+Each call runs in a process of its own, several side by side: under memcheck (out-of-bounds and
+misaligned accesses) without PyTorch's caching allocator, in which neighbouring tensors would hide
+an access past the end, and under a tool that looks for accesses that nothing orders. For plain
+kernels that is racecheck. Gluon's order theirs by mbarriers, which racecheck does not follow;
+ConSan, a pass of Triton's compiler, does, and its assertions stop a kernel that reads a buffer
+before its copy has arrived or overwrites one that is still read. What racecheck says of Gluon
+kernels is recorded by source line and decides nothing. A kernel that forgets a wait is run too:
+the record shows that ConSan stops it.
+
+The record is written as each run ends, so that a run that is cut short keeps what it has. Exit
+code 1 when a tool reports an error or does not finish.
 """
 
 from __future__ import annotations
@@ -15,29 +20,43 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-TOOLS = {
-    "racecheck": ["--tool", "racecheck", "--racecheck-report", "all"],
+SANITIZERS = {
+    "racecheck": ["--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "0"],
     "memcheck": ["--tool", "memcheck", "--padding", "256"],
 }
 KERNELS = ("Gluon", "plain")
 CALLS = ("sinks in documents", "lists per head", "dense", "strided", "odd head size")
+FORGETS = "a wait is forgotten"
+"""The call that ConSan must stop."""
 
 
 def call(name: str, kernels: str) -> None:
     """Forward and backward of a call: two or three tiles each way, a group of two query heads."""
     import torch
+    import triton
     from msa_kernels import backend
     from msa_kernels.attention import msa_attention
     from msa_kernels.pattern import BlockList, Dense, Pattern, PerHead, SinkWindow, Strided
     from msa_kernels.triton.launch import TritonKernel
 
+    # What ConSan knows of each buffer lies in global memory.
+    triton.set_allocator(
+        lambda size, _align, _stream: torch.empty(size, device="cuda", dtype=torch.int8)
+    )
+    if name == FORGETS:
+        from unsynchronised import read_too_early
+
+        read_too_early()
+        return
     lists = tuple(BlockList(128, rows) for rows in (((0,), (0, 1), (1, 2)), ((), (1,), (0, 1, 2))))
     odd = 96 if kernels == "Gluon" else 192
     pattern, rows, dim, cut = dict[str, tuple[Pattern, int, int, int]]({
@@ -65,67 +84,119 @@ def call(name: str, kernels: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("sanitizer.json"))
-    parser.add_argument("--seconds", type=int, default=100, help="limit of all runs together")
+    parser.add_argument("--seconds", type=int, default=200, help="limit of all runs together")
     parser.add_argument("--workers", type=int, default=8, help="processes on the GPU at a time")
-    parser.add_argument("--call", choices=CALLS, help="make one call, in this process")
+    parser.add_argument("--call", choices=(*CALLS, FORGETS), help="make one call, in this process")
     parser.add_argument("--kernels", choices=KERNELS, default="Gluon")
     args = parser.parse_args()
     if args.call:
         call(args.call, args.kernels)
         return
+    deadline = time.monotonic() + args.seconds
+    runs = [(name, kernels) for name in CALLS for kernels in KERNELS]
     with ThreadPoolExecutor(args.workers) as pool:
-        warm = [pool.submit(subprocess.run, _call(n, k), check=True)
-                for n in CALLS for k in KERNELS]  # fmt: skip
-        for future in warm:
-            future.result()
-        deadline = time.monotonic() + args.seconds
+        # Instrumented kernels take a minute to compile: first, beside everything else.
         jobs: list[Future[dict]] = [
-            pool.submit(check, tool, name, kernels, deadline)
-            for name in CALLS for kernels in KERNELS for tool in TOOLS
-        ]  # fmt: skip
+            pool.submit(consan, name, deadline) for name in (FORGETS, *CALLS)
+        ]
+        warm = [pool.submit(_run, _call(*run), {}, deadline) for run in runs]
+        jobs += [
+            pool.submit(sanitizer, tool, *run, first, deadline)
+            for run, first in zip(runs, warm, strict=True)
+            for tool in SANITIZERS
+        ]
         rows = []
         for future in as_completed(jobs):
             rows.append(future.result())
             args.out.write_text(json.dumps({**_machine(), "rows": rows}, indent=1))
             row = rows[-1]
-            print(row["tool"], row["kernels"], row["call"], f"{row['seconds']} s", row["summary"],
+            print(row["tool"], row["kernels"], row["call"], f"{row['seconds']} s",
+                  "as it should be" if row["clean"] else "NOT CLEAN", row["summary"],
                   flush=True)  # fmt: skip
     sys.exit(0 if all(row["clean"] for row in rows) else 1)
 
 
-def check(tool: str, name: str, kernels: str, deadline: float) -> dict:
-    """One tool over one call of one kind of kernel; not started where no time is left."""
+def consan(name: str, deadline: float) -> dict:
+    """A call of Gluon kernels that check their own order; clean when none of them stopped, or the
+    one that forgets a wait did."""
     began = time.monotonic()
-    row: dict[str, Any] = {
-        "tool": tool, "kernels": kernels, "call": name, "seconds": 0.0, "exit": None,
-        "clean": False, "summary": "not started: no time was left",
-    }  # fmt: skip
-    if began >= deadline:
-        return row
-    options = [*TOOLS[tool], "--kernel-regex", "kns=_kernel"]
-    try:
-        done = subprocess.run(
-            ["compute-sanitizer", *options, *_call(name, kernels)], capture_output=True,
-            text=True, timeout=deadline - began,
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        )  # fmt: skip
-        code, text = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, text = None, _text(error.stdout) + _text(error.stderr)
+    mode = {"TRITON_INSTRUMENTATION_MODE": "consan", "CUDA_LAUNCH_BLOCKING": "1"}
+    code, text = _run(_call(name, "Gluon"), mode, deadline)
+    said = [line.strip() for line in text.splitlines() if "Assertion" in line or "rror" in line]
+    stopped = any("device-side assert" in line for line in said)
+    sites = Counter(re.sub(r".*\(?(\w+\.py:\d+).*?Assertion `?", r"\1 ", s) for s in said)
+    return _row("consan", name, "Gluon", began, code) | {
+        "clean": code not in (0, None) and stopped if name == FORGETS else code == 0,
+        "summary": said[0][-200:] if said else "no assertion failed" if code == 0 else text[-300:],
+        "report": [f"{count} x {site[:200]}" for site, count in sites.most_common(12)],
+    }
+
+
+def sanitizer(tool: str, name: str, kernels: str, compiled: Future, deadline: float) -> dict:
+    """One tool of compute-sanitizer over one call, once its kernels are compiled."""
+    compiled.result()
+    began = time.monotonic()
+    options = [*SANITIZERS[tool], "--show-backtrace", "no", "--kernel-regex", "kns=_kernel"]
+    code, text = _run(
+        ["compute-sanitizer", *options, *_call(name, kernels)],
+        {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, deadline,
+    )  # fmt: skip
     lines = [line for line in text.splitlines() if line.startswith("=========")]
     summary = lines[-1] if lines and code is not None else f"not finished: {text[-300:]}"
     clean = code == 0 and any(n in summary for n in (" 0 errors", "(0 errors", " 0 hazards"))
-    return row | {
-        "command": " ".join(["compute-sanitizer", *options]), "exit": code, "clean": clean,
-        "seconds": round(time.monotonic() - began, 1), "summary": summary,
-        "report": [] if clean else lines[:60],
+    told_by_consan = tool == "racecheck" and kernels == "Gluon" and code == 0
+    return _row(tool, name, kernels, began, code) | {
+        "command": " ".join(["compute-sanitizer", *options]),
+        "clean": clean or told_by_consan, "summary": summary,
+        "report": [] if clean else _hazards(lines) or lines[:60],
     }  # fmt: skip
 
 
-def _machine() -> dict[str, Any]:
-    import torch
+def _hazards(lines: list[str]) -> list[str]:
+    """Hazards by kind and by the source lines of the two accesses, most frequent first."""
+    found: Counter[str] = Counter()
+    kind, sites = "", []
+    for line in lines:
+        if match := re.search(r"Potential (\w+) hazard", line):
+            kind, sites = match[1], []
+        elif match := re.search(r"(Write|Read) Thread .* at (\w+)\+\w+ in (\S+)", line):
+            sites.append(f"{match[1]} in {match[2]} {match[3]}")
+            if len(sites) == 2:
+                found[f"{kind}: {', '.join(sites)}"] += 1
+    return [f"{count} x {site}" for site, count in found.most_common(40)]
 
-    return {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+def _row(tool: str, name: str, kernels: str, began: float, code: int | None) -> dict[str, Any]:
+    return {
+        "tool": tool, "kernels": kernels, "call": name, "exit": code,
+        "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
+def _run(command: list[str], env: dict[str, str], deadline: float) -> tuple[int | None, str]:
+    """Exit code, None where time ran out, and what was printed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return None, "no time was left"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=left, env={**os.environ, **env}
+        )
+    except subprocess.TimeoutExpired as error:
+        return None, _text(error.stdout) + _text(error.stderr)
+    return done.returncode, done.stdout + done.stderr
+
+
+def _machine() -> dict[str, Any]:
+    import datetime
+
+    import torch
+    import triton
+
+    return {
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
 
 
 def _call(name: str, kernels: str) -> list[str]:

@@ -222,6 +222,13 @@ class SinkWindow(Pattern):
         return (Rule(hi=self.window), Rule(lo=self.window, sinks=self.sinks))
 
 
+@lru_cache(maxsize=64)
+def _shared(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """One object for all equal ``rows``: comparing an object with itself does not look inside, and
+    every look-up of a list in a cache compares."""
+    return rows
+
+
 @dataclass(frozen=True)
 class BlockList(Pattern):
     """Explicit key blocks for each query block: ``rows[q]`` lists them, ascending.
@@ -253,11 +260,15 @@ class BlockList(Pattern):
                         "list blocks up to the query's own, or set causal: false",
                     )
 
+        object.__setattr__(self, "rows", _shared(self.rows))
         object.__setattr__(self, "_hash", hash((self.block, self.rows, self.causal)))
 
     def __hash__(self) -> int:
         """Taken once: patterns are keys of caches, and a million tokens have many blocks."""
         return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[type[BlockList], tuple[Any, ...]]:
+        return BlockList, (self.block, self.rows, self.causal)
 
     def rules(self) -> tuple[Rule, ...]:
         return (Rule(lo=0 if self.causal else None, table=(self.block, self.rows)),)

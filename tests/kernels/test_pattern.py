@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -145,3 +146,16 @@ def test_per_head_interleaves_groups() -> None:
     assert [pattern.for_group(g) for g in range(4)] == [Window(4), Dilated(2)] * 2
     with pytest.raises(PatternError, match="Union"):
         Union((pattern, Window(2)))
+
+
+def test_equal_block_lists_share_their_rows() -> None:
+    """Look-ups in caches compare patterns; equal lists of a million tokens take a millisecond."""
+    rows = tuple((0, q) if q else (0,) for q in range(9))
+    first = BlockList(16, rows)
+    again = BlockList(16, [list(row) for row in rows])  # type: ignore[arg-type]
+    restored = pickle.loads(pickle.dumps(again))
+    assert first.rows is again.rows is restored.rows
+    assert first == again == restored
+    assert len({first, again, restored}) == 1
+    with pytest.raises(PatternError, match="rows"):
+        BlockList(16, ((0,), (0, True)))
