@@ -61,21 +61,23 @@ def again(by_key: dict[tuple, list[dict]]) -> str:
             row for row in same if "note" not in row and row.get("ran") == same[-1].get("ran")
         ]
         if len(sound) > 1:
-            times = " | ".join(f"{row['total_ms']:.2f} (run {row['run']})" for row in sound[:2])
+            times = ", ".join(f"{row['total_ms']:.2f}" for row in sound)
+            numbers = ", ".join(str(row["run"]) for row in sound)
             apart = max(r["total_ms"] for r in sound) / min(r["total_ms"] for r in sound) - 1
             where = f"{sound[0]['batch']} x {sound[0]['sequence']}"
             lines.append(
                 f"| {sound[0]['pattern']} | {where} | {sound[0]['implementation']} | {times} | "
-                f"{100 * apart:.1f} % |"
+                f"{numbers} | {100 * apart:.1f} % |"
             )
     if not lines:
         return ""
     head = (
-        "| pattern | batch x tokens | implementation | both, ms | again | apart |\n"
-        "|---|---|---|---:|---:|---:|\n"
+        "| pattern | batch x tokens | implementation | both, ms | runs | apart |\n"
+        "|---|---|---|---:|---|---:|\n"
     )
-    return "\n\nRows that another run, on another machine of the kind, measured too:\n\n" + (
-        head + "\n".join(sorted(lines))
+    return (
+        "\n\nRows that several runs measured (4 and 5 on one machine, the others on one each):\n\n"
+        + (head + "\n".join(sorted(lines)))
     )
 
 
