@@ -215,9 +215,9 @@ def test_a_killed_driver_is_resumed_and_changes_nothing(
     spec = ray_spec("hurt", training=LONG, checkpoint={"every_steps": 10})
     driver = drive(spec)
     driver.reaches(25, poll)
-    family = driver.process.children(recursive=True)
+    family, workers = driver.process.children(recursive=True), driver.workers()
     driver.process.kill()
-    poll(lambda: not any(p.is_running() for p in family), "Ray ends when its driver is killed")
+    poll(lambda: not any(p.is_running() for p in workers), "workers end when the driver is killed")
     assert len(driver.rows()) < LONG["max_steps"]
     refused = drive(spec)
     assert refused.ends(poll) == 1
@@ -226,6 +226,8 @@ def test_a_killed_driver_is_resumed_and_changes_nothing(
     assert again.ends(poll) == 0, again.text
     assert again.summary()["resumed_from_step"] >= 10
     agrees(again, peace(training=LONG))
+    # Two agents of Ray try for a minute to tell what happened to a control store that is gone.
+    poll(lambda: not any(p.is_running() for p in family), "Ray ends when its driver is killed")
 
 
 def test_with_another_owner_of_recovery_ray_restarts_nothing(
