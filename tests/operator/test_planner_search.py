@@ -292,6 +292,21 @@ def test_tensor_ranks_with_fewer_heads_than_patterns_are_noted_and_slower():
     assert (uneven.step_seconds or 0) > 1.3 * (even.step_seconds or 0)
 
 
+def test_a_plan_tells_the_order_of_heads_that_makes_tensor_ranks_even():
+    pattern = PerHead((Window(1024), Window(3072), Window(6144), Window(8192)))
+
+    def planned(tensor: int) -> Plan:
+        return plan(request(pattern=pattern, tensor=tensor, least=8, most=8), EVERYTHING)
+
+    four, two, eight = planned(4), planned(2), planned(8)
+    (note,) = (note for note in four.notes if "stored as" in note)
+    assert "stored as 0 3 1 2 4 7 5 6 of the model's" in note
+    assert not any("unevenly" in note for note in four.notes)
+    assert not any("stored as" in note or "unevenly" in note for note in two.notes)
+    assert any("unevenly" in note for note in eight.notes)
+    assert not any("stored as" in note for note in eight.notes)
+
+
 @settings(deadline=None, max_examples=40)
 @given(requests())
 def test_what_this_version_can_run_the_full_design_can_too(asked: Request):

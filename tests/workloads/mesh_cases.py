@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from msa_workloads.runspec import (
     SequenceSpec,
     TrainingSpec,
 )
+from msa_workloads.weights import in_model_order
 from torch.distributed.tensor import DTensor
 
 VOCABULARY = 52
@@ -138,10 +140,12 @@ class Synthetic:
 def prepare(case: Case) -> tuple[Mesh, LanguageModel, Loader]:
     """What a run makes before its first step."""
     spec = case.spec()
-    mesh = build_mesh(spec.mesh, join_world("cpu"), heads=spec.context.heads)
+    mesh = _mesh(spec.mesh, spec.context.heads)
     model = build_model(spec, VOCABULARY, mesh if case.ranks > 1 else None, mesh.device)
     stream: Any = Synthetic(case.length, case.packing)
-    split, _ = context_split(spec, effective_patterns(spec, model), model.heads, stream, mesh)
+    split, _ = context_split(
+        spec, effective_patterns(spec, model), model.heads, stream, mesh, orders=model.head_orders
+    )
     loader = Loader(
         stream, mesh.data_rank, mesh.data_ranks, case.micro_batch, spec.sequence.accumulation,
         split,
@@ -149,8 +153,16 @@ def prepare(case: Case) -> tuple[Mesh, LanguageModel, Loader]:
     return mesh, model, loader
 
 
+@functools.cache
+def _mesh(spec: MeshSpec, heads: int) -> Mesh:
+    """One for all cases of a process: every process group of gloo keeps its threads until the end,
+    and thirty meshes on eight ranks were five hundred threads a rank."""
+    return build_mesh(spec, join_world("cpu"), heads=heads)
+
+
 def step(case: Case) -> dict[str, Any]:
-    """Loss, gradients and their norm of one step, whole, in plain tensors; collective."""
+    """Loss, gradients and their norm of one step, whole, in plain tensors, heads in the model's
+    order; collective."""
     from msa_workloads.train import train_step
 
     mesh, model, loader = prepare(case)
@@ -161,13 +173,21 @@ def step(case: Case) -> dict[str, Any]:
         device=mesh.device,
     )
     loss = train_step(model, read, int(valid), mesh)
-    grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    grads = _gradients(model)
     norm = clip_gradients(model, 1e-3)
-    clipped = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    clipped = _gradients(model)
     return {
         "loss": loss, "grads": grads, "norm": norm, "clipped": clipped, "valid": valid,
-        "samples": samples,
+        "samples": samples, "orders": dict(model.head_orders),
     }  # fmt: skip
+
+
+def _gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
+    return {
+        name: in_model_order(name, whole(parameter.grad), model.head_orders)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def alone(case: Case) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Checkpoints that are whole or absent.
 
 A checkpoint is a folder ``step-00000100``: torch DCP files (model and optimizer, sharded, loadable
-on any number of ranks), one random state per rank, the history of metrics, and ``complete.json``,
 on any number of ranks), one random state per rank, the metrics so far, and ``complete.json``,
-a run that dies while saving resumes from the checkpoint before, and the next save clears what was
-left. Old checkpoints are removed only after a newer one is committed.
+which is written last. Without a ``complete.json`` whose file sizes hold, the folder does not
+count: a run that dies while saving resumes from the checkpoint before, and the next save clears
+what was left. Old checkpoints are removed only after a newer one is committed.
 
 Rank 0 decides what to resume from and tells the others, so ranks can never disagree.
 """
@@ -22,15 +22,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from msa_workloads.heads import Order
+from msa_workloads.model import LanguageModel
 from msa_workloads.parallel.collective import on_rank_zero
 from msa_workloads.permutation import key
 from msa_workloads.runspec import RunSpec
@@ -60,10 +61,25 @@ class Marker:
     ranks: int
     files: dict[str, int]
     saved_at: float
+    head_orders: dict[str, list[int]] = field(default_factory=dict)
+    """By layer, the order in which it stores its key/value heads, where that is not the model's:
+    see docs/tensor-parallelism.md."""
 
     @property
     def folder(self) -> str:
         return folder_name(self.step)
+
+    @property
+    def orders(self) -> dict[int, Order]:
+        """``head_orders``, as :func:`~msa_workloads.model.build_model` takes them."""
+        return {int(layer): tuple(order) for layer, order in self.head_orders.items()}
+
+    def to_json(self) -> str:
+        """Without head orders where there are none: older programs read that as well."""
+        raw = dataclasses.asdict(self)
+        if not self.head_orders:
+            del raw["head_orders"]
+        return json.dumps(raw, indent=1, sort_keys=True)
 
 
 def folder_name(step: int) -> str:
@@ -149,7 +165,7 @@ class Checkpointer:
 
     def save(
         self,
-        model: nn.Module,
+        model: LanguageModel,
         optimizer: torch.optim.Optimizer,
         *,
         step: int,
@@ -180,22 +196,28 @@ class Checkpointer:
                     ranks=dist.get_world_size(),
                     files=self.store.sizes(folder),
                     saved_at=time.time(),
+                    head_orders={str(n): list(o) for n, o in model.head_orders.items()},
                 )
-                text = json.dumps(dataclasses.asdict(marker), indent=1, sort_keys=True)
-                self.store.commit(f"{folder}/{MARKER}", text.encode())
+                self.store.commit(f"{folder}/{MARKER}", marker.to_json().encode())
                 self._prune(step)
                 return marker
 
             return on_rank_zero(commit)
 
     def load(
-        self, marker: Marker, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, marker: Marker, model: LanguageModel, optimizer: torch.optim.Optimizer
     ) -> list[dict[str, Any]]:
         """Restore model, optimizer and random state in place; returns the history of metrics.
 
         On another number of ranks, a rank without a saved random state gets one that depends on
-        the seed, the step and its rank.
+        the seed, the step and its rank. Raises :class:`CheckpointError` for a model that stores
+        its heads in another order than the checkpoint does.
         """
+        if marker.orders != model.head_orders:
+            raise CheckpointError(
+                f"{self.store.uri}/{marker.folder} stores heads in another order than the model "
+                "does; build the model with the orders of the checkpoint's marker"
+            )
         with deadline(self._timeout, f"loading {self.store.uri}/{marker.folder}"):
             states, optimizers = get_state_dict(model, optimizer)
             state = {"model": states, "optimizer": optimizers}

@@ -135,6 +135,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("content hash", content["sha256"]),
         ("attention", "; ".join(map(_attention, summary["attention"])) or "none ran"),
+        *(("heads", heads_line(kind)) for kind in summary.get("heads", ())),
         *context_lines(summary.get("context")),
         ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),
         ("time", f"{clock(summary['wall_seconds'])} in all, {clock(speed['seconds'])} in steps"),
@@ -143,6 +144,28 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("report", summary["files"]["report"]),
     ]
     return lines
+
+
+def heads_line(kind: dict[str, Any]) -> str:
+    """How layers store heads of several patterns, and how evenly ranks that split them attend."""
+    where, order = f"layers {spans(kind['layers'])}", kind["order"]
+    even = f"area max/mean {kind['balance']:.3f} over ranks that split them"
+    if order is None:
+        return f"{where}: in the model's order, {even}"
+    return (
+        f"{where}: key/value heads stored as {' '.join(map(str, order))} of the model's, in "
+        f"checkpoints too; {even}, {kind['plain']:.3f} in the model's order"
+    )
+
+
+def spans(numbers: list[int]) -> str:
+    """``0-3, 7``."""
+    ends = [n for n in numbers if n + 1 not in numbers]
+    begins = [n for n in numbers if n - 1 not in numbers]
+    return ", ".join(
+        str(begin) if begin == end else f"{begin}-{end}"
+        for begin, end in zip(begins, ends, strict=True)
+    )
 
 
 def context_lines(report: dict[str, Any] | None) -> list[tuple[str, str]]:

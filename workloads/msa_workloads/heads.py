@@ -2,27 +2,28 @@
 
 Heads are split by key/value group. A rank gets an equal share of the query heads, and either whole
 groups or, where ranks outnumber the key/value heads, a part of one group beside a copy of its
-key/value head. Pure Python, so that the control plane refuses what workers would refuse.
+key/value head. Ulysses ranks take groups in any order; a tensor rank has a stretch of those that a
+layer stores, so a run stores them in an order in which such stretches attend evenly
+(:func:`stored_order`). Pure Python, so that the control plane refuses what workers would refuse.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msa_kernels.pattern import BlockTopK, Pattern, PerHead
 
+from msa_workloads.dealing import EVEN, dealt, imbalance, nested
+
 TENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of a config's ``model_type`` that tensor parallelism splits."""
 
 
-EVEN = 1.03
-"""Attended area of the busiest rank over the mean that counts as even."""
-
-TRIED = 4096
-"""Dead ends after which the search for an even order gives up."""
+Order = tuple[int, ...]
+"""The key/value heads of a layer by their numbers in the model, each with its query heads."""
 
 
 class HeadsError(ValueError):
@@ -115,7 +116,7 @@ class HeadSplit:
         share = self.kv_heads // self.degree
         return range(rank * share, (rank + 1) * share)
 
-    def order(self, pattern: Pattern, length: int) -> tuple[int, ...]:
+    def order(self, pattern: Pattern, length: int) -> Order:
         """The key/value heads in the order in which equal shares of them attend evenly.
 
         As they come where that is even within :data:`EVEN` or where nothing is; otherwise an
@@ -125,7 +126,7 @@ class HeadSplit:
         return _even_order(self, pattern, length)
 
     def pattern(
-        self, pattern: Pattern, rank: int, order: tuple[int, ...] | None = None
+        self, pattern: Pattern, rank: int, order: Order | None = None
     ) -> Pattern:  # fmt: skip
         """The pattern that the heads of ``rank`` have, counted from its own first head.
 
@@ -137,7 +138,7 @@ class HeadSplit:
         return mine[0] if len(set(mine)) == 1 else PerHead(mine)
 
     def balance(
-        self, pattern: Pattern, length: int, order: tuple[int, ...] | None = None
+        self, pattern: Pattern, length: int, order: Order | None = None
     ) -> float:  # fmt: skip
         """Attended pairs of the busiest rank over the mean of all ranks; 1 is perfect.
 
@@ -147,9 +148,7 @@ class HeadSplit:
         ranks = self.areas(pattern, length, order)
         return max(ranks) * self.degree / sum(ranks) if sum(ranks) else 1.0
 
-    def areas(
-        self, pattern: Pattern, length: int, order: tuple[int, ...] | None = None
-    ) -> list[int]:
+    def areas(self, pattern: Pattern, length: int, order: Order | None = None) -> list[int]:
         """Attended pairs of each rank, one query head a key/value head."""
         area = {member: _pairs(member, length) for member in _members(pattern)}
         return [
@@ -162,7 +161,8 @@ def busiest(
     q_heads: int, kv_heads: int, tensor: int, shares: int, pattern: Pattern, length: int
 ) -> float:
     """Attended pairs of the busiest rank over the mean where ``tensor`` ranks split the heads as
-    they come and each of them splits its own over ``shares`` Ulysses ranks in the best order."""
+    they are stored and each of them splits its own over ``shares`` Ulysses ranks in the best
+    order. ``pattern`` is that of the heads as stored (:func:`stored`)."""
     outer = HeadSplit(q_heads, kv_heads, tensor)
     inner = HeadSplit(q_heads // tensor, max(1, kv_heads // tensor), shares)
     ranks: list[int] = []
@@ -172,76 +172,93 @@ def busiest(
     return max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
 
 
+def stored(pattern: Pattern, order: Order | None) -> Pattern:
+    """The pattern of a layer that stores its key/value heads in ``order``; None is the model's."""
+    return pattern if order is None else PerHead(tuple(pattern.for_group(g) for g in order))
+
+
+def stored_orders(
+    layers: Sequence[Pattern], heads: tuple[int, int], tensor: int, shares: int, length: int
+) -> dict[int, Order]:
+    """:func:`stored_order` of every layer where that is not the model's own; ``heads`` are query
+    and key/value heads. Raises :class:`HeadsError` for degrees that do not split them."""
+    found = {
+        layer: stored_order(*heads, tensor, shares, pattern, length)
+        for layer, pattern in enumerate(layers)
+    }
+    return {layer: order for layer, order in found.items() if order is not None}
+
+
+def report_heads(
+    layers: Sequence[Pattern], heads: tuple[int, int], orders: Mapping[int, Order], tensor: int,
+    shares: int, length: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """JSON-ready: how heads whose patterns differ are stored, and how evenly the ranks that split
+    them attend, beside what the model's order would give; nothing where neither says anything."""
+    kinds: dict[tuple[Pattern, Order | None], list[int]] = {}
+    for layer, pattern in enumerate(layers):
+        if isinstance(pattern, PerHead) and (layer in orders or tensor * shares > 1):
+            kinds.setdefault((pattern, orders.get(layer)), []).append(layer)
+    return [
+        {
+            "layers": some,
+            "order": None if order is None else list(order),
+            "balance": round(busiest(*heads, tensor, shares, stored(pattern, order), length), 4),
+            "plain": round(busiest(*heads, tensor, shares, pattern, length), 4),
+        }
+        for (pattern, order), some in kinds.items()
+    ]
+
+
 @functools.lru_cache(maxsize=256)
-def _even_order(split: HeadSplit, pattern: Pattern, length: int) -> tuple[int, ...]:
+def stored_order(
+    q_heads: int, kv_heads: int, tensor: int, shares: int, pattern: Pattern, length: int
+) -> Order | None:
+    """The order in which a run that starts on these ranks stores a layer's key/value heads.
+
+    None is the model's own: where that is even within :data:`EVEN` over the ``tensor`` ranks and
+    the ``shares`` Ulysses ranks of each, or where nothing that was found is more even. Otherwise
+    an even one, if there is one, and among those one that is even for most other degrees too:
+    the run may go on on another mesh. What is even over some ranks is so over any divisor of them.
+    """
+    if tensor == 1 or not isinstance(pattern, PerHead):
+        return None
+
+    area = [_pairs(pattern.for_group(group), length) for group in range(kv_heads)]
+    degrees = [n for n in range(2, kv_heads) if kv_heads % n == 0]
+
+    def price(order: Order | None) -> tuple[float, float, int]:
+        kept = stored(pattern, order)
+        here = [area[group] for group in order or range(kv_heads)]
+        return (
+            max(EVEN, busiest(q_heads, kv_heads, tensor, shares, kept, length)),
+            max(EVEN, imbalance(here, min(tensor, kv_heads))),
+            sum(imbalance(here, n) > EVEN for n in degrees) if order else 0,
+        )
+
+    best: Order | None = None
+    least = price(None)
+    if least[0] <= EVEN:
+        return None
+    for ranks in reversed(degrees):
+        if ranks % tensor == 0:
+            order = tuple(group for share in nested(area, ranks) for group in share)
+            if (found := price(order)) < least:
+                best, least = order, found
+    return best
+
+
+@functools.lru_cache(maxsize=256)
+def _even_order(split: HeadSplit, pattern: Pattern, length: int) -> Order:
     plain = tuple(range(split.kv_heads))
     if split.copies > 1 or not isinstance(pattern, PerHead):
         return plain
     area = [_pairs(pattern.for_group(group), length) for group in plain]
-    limit = EVEN * sum(area) / split.degree
-    size = split.kv_heads // split.degree
-    if size == 1 or max(split.areas(pattern, length)) <= limit:
+    over = imbalance(area, split.degree)
+    if split.kv_heads == split.degree or over <= EVEN:
         return plain
-    greedy = _deal(area, split.degree)
-    if max(sum(area[g] for g in share) for share in greedy) > limit:
-        greedy = _search(area, split.degree, limit) or greedy
-    found = tuple(group for share in greedy for group in sorted(share))
-    better = split.balance(pattern, length, found) < split.balance(pattern, length)
-    return found if better else plain
-
-
-def _deal(area: list[int], ranks: int) -> list[list[int]]:
-    """Items over ranks, as many on each: the largest left to the rank with the least so far."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for item in sorted(range(len(area)), key=lambda n: -area[n]):
-        room = [share for share in shares if len(share) < len(area) // ranks]
-        min(room, key=lambda share: sum(area[n] for n in share)).append(item)
-    return shares
-
-
-def _search(area: list[int], ranks: int, limit: float) -> list[list[int]] | None:
-    """Items over ranks, as many on each, with at most ``limit`` on any; None where there is no
-    way, or none was found in :data:`TRIED` steps. Items of one area are alike."""
-    items: dict[int, list[int]] = {}
-    for item in sorted(range(len(area)), key=lambda n: -area[n]):
-        items.setdefault(area[item], []).append(item)
-    areas, size = list(items), len(area) // ranks
-    hopeless: set[tuple[int, ...]] = set()
-
-    def fillings(left: tuple[int, ...], kind: int, need: int, room: float) -> Iterator[list[int]]:
-        """Counts of the kinds from ``kind`` on that fill one rank."""
-        if kind == len(areas):
-            if not need:
-                yield []
-            return
-        for count in range(min(left[kind], need), -1, -1):
-            if (spare := room - count * areas[kind]) >= 0:
-                for rest in fillings(left, kind + 1, need - count, spare):
-                    yield [count, *rest]
-
-    def fill(left: tuple[int, ...], rank: int) -> list[list[int]] | None:
-        total = sum(n * a for n, a in zip(left, areas, strict=True))
-        if rank == ranks:
-            return []
-        if left in hopeless or total > limit * (ranks - rank) or len(hopeless) > TRIED:
-            return None
-        first = next(kind for kind, count in enumerate(left) if count)
-        for counts in fillings(left, 0, size, limit):
-            # Somebody gets the largest that is left: this rank, since ranks are alike.
-            if counts[first]:
-                rest = tuple(n - c for n, c in zip(left, counts, strict=True))
-                if (others := fill(rest, rank + 1)) is not None:
-                    return [counts, *others]
-        hopeless.add(left)
-        return None
-
-    found = fill(tuple(len(some) for some in items.values()), 0)
-    if found is None:
-        return None
-    return [
-        [items[a].pop() for a, count in zip(areas, counts, strict=True) for _ in range(count)]
-        for counts in found
-    ]
+    found = tuple(group for share in dealt(area, split.degree) for group in share)
+    return found if imbalance([area[g] for g in found], split.degree) < over else plain
 
 
 def _members(pattern: Pattern) -> set[Pattern]:

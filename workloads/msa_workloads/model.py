@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from msa_workloads.data import Batch
+from msa_workloads.heads import HeadsError, Order, stored, stored_orders
 from msa_workloads.loss import (
     chunked_linear_loss,
     chunked_token_losses,
@@ -33,7 +34,7 @@ from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.parallel.tensor import parallelize
 from msa_workloads.permutation import key
 from msa_workloads.runspec import AttentionSpec, RunSpec
-from msa_workloads.weights import Weights, open_weights
+from msa_workloads.weights import Weights, in_stored_order, open_weights, reorder_heads
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class LanguageModel(nn.Module):
         self._loss_chunk = loss_chunk
         self._split = split
         self._kernel = kernel
+        self.head_orders: Mapping[int, Order] = {}
+        """The order in which a layer stores its key/value heads, where it is not the model's."""
         self.activations: activation.Activations | None = None
         if loss_chunk and not split:
             head = model.get_output_embeddings()
@@ -74,9 +77,7 @@ class LanguageModel(nn.Module):
     @property
     def heads(self) -> tuple[int, int]:
         """Query and key/value heads of a layer, over all ranks."""
-        config = self.model.config.get_text_config()
-        queries = int(config.num_attention_heads)
-        return queries, int(getattr(config, "num_key_value_heads", None) or queries)
+        return _heads(self.model.config)
 
     def forward(self, batch: Batch, *, per_token: bool = False) -> torch.Tensor:
         """Summed cross-entropy of a batch, a scalar; with ``per_token`` nats of shape (B, S).
@@ -136,9 +137,12 @@ def layer_patterns(attention: AttentionSpec, layers: int) -> list[Pattern]:
 
 def build_model(
     spec: RunSpec, vocabulary: int, mesh: Mesh | None, device: torch.device,
-    *, make_on: str = "cpu",
+    *, make_on: str = "cpu", orders: Mapping[int, Order] | None = None,
 ) -> LanguageModel:  # fmt: skip
     """The model of a RunSpec on ``device``, sharded over ``mesh`` when one is given.
+
+    Layers store their heads in ``orders``, those of the run that is resumed; None starts a run,
+    whose orders let its tensor ranks attend evenly (:func:`msa_workloads.heads.stored_order`).
 
     What splits or wraps modules comes first, on meta tensors; then each layer gets its weights,
     of which a tensor rank keeps its part, and is sharded before the next one is made. Random
@@ -161,8 +165,12 @@ def build_model(
             inner = _causal_lm().from_pretrained(
                 place, config=config, dtype=dtype, attn_implementation="msa"
             )
+    if orders is None:
+        orders = _first_orders(spec, inner)
     patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
-    hf.set_patterns(inner, patterns, backend=spec.attention.backend)
+    kept = [stored(pattern, orders.get(layer)) for layer, pattern in enumerate(patterns)]
+    hf.set_patterns(inner, kept, backend=spec.attention.backend)
+    reorder_heads(inner, orders)
     _fix_rotary_length(inner, spec.sequence.length)
     activations = activation.apply(inner, spec.memory, device)
     split = mesh is not None and mesh[MeshAxisName.TP].size() > 1
@@ -176,10 +184,11 @@ def build_model(
         )
     model = LanguageModel(inner, spec.memory.loss_chunk, split=split, kernel=kernel)
     model.activations = activations
+    model.head_orders = orders
     model.train()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     for layer in model.layers:
-        _make_real(inner, layer, names, spec.training.seed, torch.device(make_on), weights)
+        _make_real(model, layer, names, spec.training.seed, torch.device(make_on), weights)
         if mesh is not None:
             shard_module(layer, mesh, spec.training.precision)
     head = inner.get_output_embeddings()
@@ -187,9 +196,9 @@ def build_model(
     if mesh is not None and spec.memory.loss_chunk and not (split or tied):
         # By itself its gradient travels while those of the layers are computed. It is used once
         # each way, right after another, and stays whole in between.
-        _make_real(inner, head, names, spec.training.seed, torch.device(make_on), weights)
+        _make_real(model, head, names, spec.training.seed, torch.device(make_on), weights)
         shard_module(head, mesh, spec.training.precision, reshard=False)
-    _make_real(inner, model, names, spec.training.seed, torch.device(make_on), weights)
+    _make_real(model, model, names, spec.training.seed, torch.device(make_on), weights)
     if mesh is not None:
         shard_module(model, mesh, spec.training.precision)
         sum_gradients(model.modules())
@@ -228,11 +237,14 @@ def _config(spec: RunSpec, vocabulary: int) -> Any:
     return config
 
 
-def effective_patterns(spec: RunSpec, model: LanguageModel) -> list[Pattern]:
-    """The pattern of every layer over all heads, the model's own sliding windows included."""
+def effective_patterns(spec: RunSpec, model: nn.Module) -> list[Pattern]:
+    """The pattern of every layer over all heads, the model's own sliding windows included.
+
+    Heads are in the model's order, however they are stored.
+    """
     from msa_kernels import hf
 
-    layers = hf.attention_layers(model.model)
+    layers = hf.attention_layers(model)
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
     return [
         pattern.limited(window) if window else pattern
@@ -240,6 +252,25 @@ def effective_patterns(spec: RunSpec, model: LanguageModel) -> list[Pattern]:
             layer_patterns(spec.attention, len(layers)), windows, strict=True
         )
     ]  # fmt: skip
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    text = config.get_text_config()
+    queries = int(text.num_attention_heads)
+    return queries, int(getattr(text, "num_key_value_heads", None) or queries)
+
+
+def _first_orders(spec: RunSpec, inner: Any) -> dict[int, Order]:
+    if spec.mesh.tensor == 1:
+        return {}
+    shares = spec.context.heads if spec.mesh.context > 1 else 1
+    try:
+        return stored_orders(
+            effective_patterns(spec, inner), _heads(inner.config), spec.mesh.tensor, shares,
+            spec.sequence.length,
+        )  # fmt: skip
+    except HeadsError as error:
+        raise UnsupportedError(f"mesh.tensor and context.heads: {error}") from None
 
 
 def _fix_rotary_length(model: nn.Module, length: int) -> None:
@@ -266,15 +297,16 @@ def _with_last_position(forward: Callable[..., Any], length: int) -> Callable[..
 
 @torch.no_grad()
 def _make_real(
-    model: Any, root: nn.Module, names: dict[nn.Module, str], seed: int, device: torch.device,
-    weights: Weights | None,
+    model: LanguageModel, root: nn.Module, names: dict[nn.Module, str], seed: int,
+    device: torch.device, weights: Weights | None,
 ) -> None:  # fmt: skip
     """Give every meta tensor below ``root`` storage and its initial value.
 
     Values are those of ``weights``, where there are any, and otherwise drawn. ``names`` are those
     that modules had before anything wrapped them: values follow them. A tensor that two modules
-    share (tied embeddings) stays shared; one that is split over tensor ranks is made whole, and
-    its part is kept; modules that are real already are left alone.
+    share (tied embeddings) stays shared; one that is split over tensor ranks is made whole, its
+    heads are put in the order that the layer stores, and its part is kept; modules that are real
+    already are left alone.
     """
     made: dict[int, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -294,14 +326,16 @@ def _make_real(
                 module._buffers[field] = torch.empty_like(tensor, device=device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
             torch.manual_seed(key(seed, zlib.crc32(names[module].encode())))
-            model._init_weights(module)
+            model.model._init_weights(module)
     parts: dict[int, nn.Parameter] = {}
     for module, field, tensor in places:
         if id(tensor) not in parts:
+            whole = made.pop(id(tensor))
+            name = f"{names[module]}.{field}".removeprefix("model.")
             if weights is not None:
-                name = f"{names[module]}.{field}".removeprefix("model.")
-                weights.copy(name, made[id(tensor)])
-            parts[id(tensor)] = _like(made.pop(id(tensor)), tensor)
+                weights.copy(name, whole)
+            whole.copy_(in_stored_order(name, whole, model.head_orders))
+            parts[id(tensor)] = _like(whole, tensor)
         module._parameters[field] = parts[id(tensor)]
 
 

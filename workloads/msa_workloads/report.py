@@ -61,6 +61,7 @@ def summarise(
     return {
         "name": spec.name,
         **{name: outcome[name] for name in kept},
+        "heads": outcome.get("heads", []),
         "context": outcome.get("context"),
         "loss": {
             "first": losses[0] if losses else None,

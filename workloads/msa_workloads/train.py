@@ -26,7 +26,9 @@ from msa_workloads.context.home import Packing
 from msa_workloads.context.run import context_split
 from msa_workloads.corpus import Corpus, Index, build_index, split
 from msa_workloads.data import EVALUATION_SEED, Loader, Prefetcher, StepData, Stream
+from msa_workloads.display import heads_line
 from msa_workloads.evaluate import HeldOut, evaluate, move, order1_bits_per_byte
+from msa_workloads.heads import report_heads
 from msa_workloads.loss import divisor
 from msa_workloads.memory import peak_memory_bytes
 from msa_workloads.model import LanguageModel, build_model, effective_patterns
@@ -97,24 +99,34 @@ def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str,
     masters = spec.training.precision == "bf16" and spec.memory.parameters == "fp32"
     sharded = world.size > 1 or masters
     vocabulary = data.corpus.tokenizer.vocabulary
-    model = build_model(spec, vocabulary, mesh if sharded else None, world.device)
+    content = data.corpus.index.content
+    checkpoints = Checkpointer(open_store(spec.checkpoint.uri), spec)
+    checkpoints.check_shared()
+    marker = _resume_from(spec, checkpoints, content["sha256"])
+    model = build_model(
+        spec, vocabulary, mesh if sharded else None, world.device,
+        orders=marker.orders if marker else None,
+    )  # fmt: skip
     optimizer = build_optimizer(model, spec.training, spec.memory)
+    layers = effective_patterns(spec, model)
     split, account = context_split(
-        spec, effective_patterns(spec, model), model.heads, data.training, mesh
+        spec, layers, model.heads, data.training, mesh, orders=model.head_orders
+    )
+    shares = spec.context.heads if spec.mesh.context > 1 else 1
+    heads = report_heads(
+        layers, model.heads, model.head_orders, spec.mesh.tensor, shares, spec.sequence.length
     )
     loader = Loader(
         data.training, mesh.data_rank, mesh.data_ranks, spec.sequence.micro_batch,
         spec.sequence.accumulation, split,
     )  # fmt: skip
-    content = data.corpus.index.content
-    checkpoints = Checkpointer(open_store(spec.checkpoint.uri), spec)
-    checkpoints.check_shared()
-    marker = _resume_from(spec, checkpoints, content["sha256"])
     history = checkpoints.load(marker, model, optimizer) if marker else []
     step, next_sample = (marker.step, marker.next_sample) if marker else (0, 0)
     if world.rank == 0:
         sink.begin(history, spec.plan)
         log.info("start at step %d, sample %d of %s", step, next_sample, content)
+        for kind in heads:
+            log.info("heads: %s", heads_line(kind))
 
     first_step = step
     saved_step = step if marker else -1
@@ -218,6 +230,7 @@ def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str,
             "content": content,
             "parameters": sum(p.numel() for p in model.parameters()),
             "attention": _attention_used(),
+            "heads": heads,
             "context": context,
             "ranks": world.size,
             "threads": torch.get_num_threads(),

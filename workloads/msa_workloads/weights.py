@@ -1,5 +1,9 @@
 """Weights of a Hugging Face model, one tensor at a time: no rank reads a model whole.
 
+A layer may store its heads in an order of its own (:func:`msa_workloads.heads.stored_order`): the
+rows of its query, key and value projections and the columns of the one after attention.
+:func:`in_stored_order` and :func:`in_model_order` go between that and the model's.
+
 Safetensors files are mapped into memory and a tensor is copied out when its module is made. Files
 of other kinds, and those that name tensors otherwise than the model's modules, are left to
 transformers, which reads them whole.
@@ -8,15 +12,23 @@ transformers, which reads them whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from msa_workloads.heads import Order
 from msa_workloads.parallel.mesh import UnsupportedError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+OF_HEADS = re.compile(
+    r"\blayers\.(\d+)\.self_attn\.(?:[qkv]_proj\.(?:weight|bias)|(o)_proj\.weight)$"
+)
+"""Parameters with a part for each head: a layer's number, and ``o`` where parts are columns."""
 
 
 class WeightsError(UnsupportedError):
@@ -50,6 +62,40 @@ class Weights:
         if path not in self._open:
             self._open[path] = safe_open(str(path), framework="pt")
         return self._open[path]
+
+
+def in_stored_order(name: str, tensor: Tensor, orders: Mapping[int, Order]) -> Tensor:
+    """The whole parameter ``name``, from the model's order of heads to the one it is stored in.
+
+    ``orders`` are those of layers with another order than the model's. Parameters of other layers,
+    and those without a part for each head, come back as they are.
+    """
+    return _reordered(name, tensor, orders)
+
+
+def in_model_order(name: str, tensor: Tensor, orders: Mapping[int, Order]) -> Tensor:
+    """The inverse of :func:`in_stored_order`, for parameters, gradients and optimizer states."""
+    back = {n: tuple(map(order.index, range(len(order)))) for n, order in orders.items()}
+    return _reordered(name, tensor, back)
+
+
+@torch.no_grad()
+def reorder_heads(model: nn.Module, orders: Mapping[int, Order]) -> None:
+    """Put the heads of a model that is whole in the order in which its layers store them; what is
+    still on the meta device is left alone."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.copy_(in_stored_order(name, parameter, orders))
+
+
+def _reordered(name: str, tensor: Tensor, orders: Mapping[int, Order]) -> Tensor:
+    found = OF_HEADS.search(name)
+    order = orders.get(int(found[1])) if found else None
+    if found is None or order is None:
+        return tensor
+    dim = 1 if found[2] else 0
+    index = torch.tensor(order, device=tensor.device)
+    return tensor.unflatten(dim, (len(order), -1)).index_select(dim, index).flatten(dim, dim + 1)
 
 
 def open_weights(source: str) -> Weights | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from msa_kernels.pattern import Dense, Pattern, PerHead
-from msa_workloads.heads import busiest
+from msa_workloads.heads import Order, busiest, stored, stored_order
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
 from msa_operator.planner import comm, flops, timing
@@ -147,19 +147,35 @@ class Fitting:
 
     def busiest(self, tensor: int, shares: int) -> float:
         """Attended pairs of the busiest of the ranks that split heads over the mean, all layers
-        together: ``tensor`` ranks, each with ``shares`` ranks that exchange heads."""
+        together: ``tensor`` ranks, each with ``shares`` ranks that exchange heads. Heads are in
+        the order in which a run that starts on these ranks stores them."""
         request, shape = self.request, self.request.shape
         if tensor * shares == 1 or not isinstance(request.pattern, PerHead):
             return 1.0
         if (tensor, shares) not in self._busiest:
-            window = shape.sliding_window
-            pattern = request.pattern if window is None else request.pattern.limited(window)
+            pattern = self._per_head()
             sparse = shape.layers - len(request.dense_layers)
             pairs = sparse * flops.head_pairs(pattern, request.length, shape.kv_heads)
             share = pairs / self.pairs if self.pairs else 0.0
-            over = busiest(shape.heads, shape.kv_heads, tensor, shares, pattern, request.length)
+            over = self.stored(tensor, shares)[1]
             self._busiest[tensor, shares] = 1 + (over - 1) * share
         return self._busiest[tensor, shares]
+
+    def stored(self, tensor: int, shares: int) -> tuple[Order | None, float, float]:
+        """The order in which layers of the pattern store their heads (None: the model's), and the
+        busiest rank over the mean in that order and in the model's."""
+        if not isinstance(self.request.pattern, PerHead):
+            return None, 1.0, 1.0
+        shape, length = self.request.shape, self.request.length
+        split = shape.heads, shape.kv_heads, tensor, shares
+        pattern = self._per_head()
+        order = stored_order(*split, pattern, length)
+        here = busiest(*split, stored(pattern, order), length)
+        return order, here, busiest(*split, pattern, length)
+
+    def _per_head(self) -> Pattern:
+        window = self.request.shape.sliding_window
+        return self.request.pattern if window is None else self.request.pattern.limited(window)
 
     def _timed(self, machine: Machine, mesh: MeshSpec, setting: Setting) -> Candidate:
         sequences = self.sequences(mesh)

@@ -133,13 +133,23 @@ def _reason(misfit: Misfit, request: Request) -> Rejected:
 
 def _uneven(fitting: Fitting, best: Candidate) -> tuple[str, ...]:
     tensor, shares = best.mesh.tensor, best.setting.how.spec.heads
+    order, here, plain = fitting.stored(tensor, shares)
+    told: tuple[str, ...] = ()
+    if order is not None:
+        numbers = " ".join(map(str, order))
+        told = (
+            f"key/value heads are stored as {numbers} of the model's, in checkpoints too: the "
+            f"busiest rank attends {here:.2f} x the mean, {plain:.2f} in the model's order; a run "
+            "that resumes keeps the order that it started with",
+        )
     busiest = fitting.busiest(tensor, shares)
     if busiest <= EVEN:
-        return ()
+        return told
     who, what = "tensor ranks", "tensor degree"
     if shares > 1 and busiest > fitting.busiest(tensor, 1):
         who, what = "ranks that exchange heads", "number of them (context.heads)"
     return (
+        *told,
         f"{who} attend unevenly: the busiest {busiest:.2f} x the mean, because its key/value "
         f"heads are of the patterns that see most; a smaller {what} is more even",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from msa_workloads.context.home import Packing, Rule, choose
 from msa_workloads.context.layout import LayoutError
 from msa_workloads.context.solver import weighted_area
 from msa_workloads.context.split import Split, head_patterns
-from msa_workloads.heads import HeadSplit, busiest
+from msa_workloads.heads import HeadSplit, Order, busiest, stored
 
 TIMED_STEP = 3
 """Step of an attempt whose exchanges are timed on GPUs: kernels are compiled by then."""
@@ -36,15 +36,18 @@ class Account:
 
     def __init__(
         self, split: Split, rules: Sequence[Rule], layers: Sequence[Pattern],
-        heads: tuple[int, int], tensor: tuple[int, int],
+        heads: tuple[int, int], tensor: tuple[int, int], orders: Mapping[int, Order],
     ) -> None:  # fmt: skip
-        """``heads`` are those of all tensor ranks; ``tensor`` is their number and this rank's."""
+        """``heads`` are those of all tensor ranks; ``tensor`` is their number and this rank's;
+        ``orders`` tells of layers that store heads in another order than the model's."""
         self._split, self._rules, self._heads = split, rules, heads
         self._tensor = tensor[0]
         share = HeadSplit(*heads, tensor[0])
         self._whole: dict[Pattern, Pattern] = {}
-        for pattern in layers:
-            self._whole.setdefault(share.pattern(pattern, tensor[1]), pattern)
+        self._stored: dict[Pattern, Pattern] = {}
+        for layer, pattern in enumerate(layers):
+            kept = self._stored.setdefault(pattern, stored(pattern, orders.get(layer)))
+            self._whole.setdefault(share.pattern(kept, tensor[1]), pattern)
         self._layers = Counter(layers)
         exchange.reset()
 
@@ -80,6 +83,7 @@ class Account:
     ) -> dict[str, Any]:  # fmt: skip
         counted = [rank.get(pattern, {}) for rank in ranks]
         weights, home = head_patterns([pattern], self._heads[1]), self._split.home
+        split = *self._heads, self._tensor, self._split.heads
         most = total = 0
         for documents in packings:
             layout = home.of(documents)
@@ -93,9 +97,7 @@ class Account:
             "pattern": pattern.to_dict() if _plain(pattern) else str(pattern),
             "layers": layers,
             "balance": round(most * home.ranks / total, 4) if total else 1.0,
-            "heads_balance": round(
-                busiest(*self._heads, self._tensor, self._split.heads, pattern, home.tokens), 4
-            ),
+            "heads_balance": round(busiest(*split, self._stored[pattern], home.tokens), 4),
             "needed": _most(counted, "needed", steps),
             "keys": _most(counted, "keys", steps),
             "gradients": _most(counted, "gradients", steps),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msa_kernels.pattern import Pattern, PatternError
 
@@ -14,6 +14,7 @@ from msa_workloads.context.layout import LayoutError, zigzag
 from msa_workloads.context.split import Split, head_patterns
 from msa_workloads.context.ulysses import HeadsError, HeadSplit
 from msa_workloads.data import Stream, Whole
+from msa_workloads.heads import Order
 from msa_workloads.parallel.collective import on_rank_zero
 from msa_workloads.parallel.mesh import CP_HEADS, CP_KEYS, Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.runspec import RunSpec
@@ -61,13 +62,15 @@ def _check_heads(heads: tuple[int, int], degree: int, tensor: int) -> None:
 
 
 def context_split(
-    spec: RunSpec, layers: Sequence[Pattern], heads: tuple[int, int], stream: Stream, mesh: Mesh
-) -> tuple[Split | Whole, Account | None]:
+    spec: RunSpec, layers: Sequence[Pattern], heads: tuple[int, int], stream: Stream, mesh: Mesh,
+    *, orders: Mapping[int, Order] | None = None,
+) -> tuple[Split | Whole, Account | None]:  # fmt: skip
     """The split of every batch of a run over ``mesh``'s context ranks, and what keeps account of
     it; collective.
 
     ``layers`` are the patterns of all layers, ``heads`` the query and key/value heads of all
-    tensor ranks. Raises :class:`UnsupportedError` for what cannot be split so, with what can.
+    tensor ranks, ``orders`` those in which layers store them where it is not the model's. Raises
+    :class:`UnsupportedError` for what cannot be split so, with what can.
     """
     ranks = mesh.sizes[MeshAxisName.CP]
     if ranks == 1:
@@ -100,7 +103,7 @@ def context_split(
         device=mesh.device,
     )
     tensor = mesh.sizes[MeshAxisName.TP], mesh.at[MeshAxisName.TP]
-    return split, Account(split, rules, layers, heads, tensor)
+    return split, Account(split, rules, layers, heads, tensor, orders or {})
 
 
 def _check_patterns(layers: Sequence[Pattern], kv_heads: int, ranks: int) -> None:
