@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -76,6 +77,10 @@ CASES = [
 ]
 
 
+def fields(case: Many) -> tuple[Any, ...]:
+    return tuple(getattr(case, name) for name in case.__dataclass_fields__)
+
+
 def measured(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Every case on its mesh, from a folder's weights, beside one process; rank 0 computes that.
 
@@ -83,13 +88,12 @@ def measured(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """
     from test_weights import save
 
-    dist.init_process_group("gloo")
     torch.use_deterministic_algorithms(True)
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     found = []
-    for number, fields in enumerate(cases):
-        case = Many(*fields)
+    for number, values in enumerate(cases):
+        case = Many(*values)
         place = f"{folder[0]}/{number}"
         if dist.get_rank() == 0:
             model = save(case.spec(), place)
@@ -105,26 +109,105 @@ def measured(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return found
 
 
-def fields(case: Many) -> tuple[Any, ...]:
-    return tuple(getattr(case, name) for name in case.__dataclass_fields__)
+HALF, WHOLE = 2, 4
+
+
+def trained(specs: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Outcomes of runs one after the other, on rank 0. Each starts with what the run in the given
+    checkpoint folder had saved at half its way, where there is one; a run of one process comes
+    last, and rank 0 leaves the others for it."""
+    from msa_workloads.progress import Silent
+    from msa_workloads.train import run
+
+    outcomes, rank = [], dist.get_rank()
+    for text, folder in specs:
+        spec = RunSpec.from_json(text)
+        if spec.mesh.world_size == 1:
+            dist.destroy_process_group()
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+            if rank:
+                break
+        if folder and rank == 0:
+            half = folder_name(HALF)
+            shutil.copytree(Path(folder) / half, Path(spec.checkpoint.uri) / half)
+        if dist.is_initialized():
+            dist.barrier()
+        outcomes.append(run(spec, Silent()))
+    return outcomes
+
+
+def on_four(cases: list[tuple[Any, ...]], specs: list[tuple[str, str]]) -> tuple[Any, Any]:
+    dist.init_process_group("gloo")
+    return measured(cases), trained(specs)
 
 
 @pytest.mark.slow
-def test_the_order_changes_neither_loss_nor_gradients():
-    ranks = on_forks(measured, 4, [fields(case) for case in CASES])
-    for case, found, other in zip(CASES, ranks[0], ranks[3], strict=True):
-        assert found["error"] <= TOLERANCE, case
-        assert found["orders"] == other["orders"]
-        assert set(found["orders"]) == {0, 1} - set(case.dense_layers), case
-        spec = case.spec()
-        model = build_model(replace(spec, mesh=replace(spec.mesh, tensor=1)), VOCABULARY, None,
-                            torch.device("cpu"))  # fmt: skip
-        assert not model.head_orders
-        split = HeadSplit(16, 8, case.mesh[3])
-        for layer, order in found["orders"].items():
-            pattern = effective_patterns(spec, model)[layer]
-            assert split.balance(pattern, case.length) > EVEN
-            assert split.balance(stored(pattern, order), case.length) <= EVEN
+def test_neither_gradients_nor_a_run_on_other_meshes_see_the_order(
+    make_spec: Callable[..., RunSpec],
+):
+    def spec(name: str, accumulation: int, **mesh: int) -> RunSpec:
+        made = make_spec(
+            name, mesh=mesh, training={"max_steps": WHOLE, "evaluate_sequences": 0},
+            sequence={"length": 93, "micro_batch": 1, "accumulation": accumulation},
+            checkpoint={"every_steps": HALF},
+            attention={"pattern": FOUR, "dense_layers": (1,)},
+        )  # fmt: skip
+        config = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4}
+        return replace(made, model=replace(made.model, config={**made.model.config, **config}))
+
+    plain = spec("plain", 1, data_shard=2, context=2)
+    four, two = spec("four", 2, tensor=4), spec("two", 2, tensor=2, context=2)
+    later, one = spec("later", 2, tensor=4), spec("one", 2)
+    runs = (plain, None), (four, None), (two, four), (later, plain), (one, four)
+    texts = [(run.to_json(), start.checkpoint.uri if start else "") for run, start in runs]
+    (found, outcomes), *_, (others, _) = on_forks(
+        on_four, 4, [fields(case) for case in CASES], texts
+    )
+    for case, mine, other in zip(CASES, found, others, strict=True):
+        assert mine["error"] <= TOLERANCE, case
+        assert mine["orders"] == other["orders"]
+        check_orders(case, mine["orders"])
+    check_runs([run for run, _ in runs], outcomes)
+
+
+def check_orders(case: Many, orders: dict[int, Order]) -> None:
+    """Layers of several patterns have one, which is needed and even."""
+    assert set(orders) == {0, 1} - set(case.dense_layers), case
+    model = build_model(case.reference.spec(), VOCABULARY, None, torch.device("cpu"))
+    assert not model.head_orders
+    patterns = effective_patterns(case.spec(), model)
+    split = HeadSplit(16, 8, case.mesh[3])
+    for layer, order in orders.items():
+        assert split.balance(patterns[layer], case.length) > EVEN
+        assert split.balance(stored(patterns[layer], order), case.length) <= EVEN
+
+
+def check_runs(runs: list[RunSpec], outcomes: list[dict[str, Any]]) -> None:
+    def orders(run: RunSpec, step: int) -> dict[int, Order]:
+        text = (Path(run.checkpoint.uri) / folder_name(step) / MARKER).read_text()
+        return Marker(**json.loads(text)).orders
+
+    plain, four, two, later, one = runs
+    order = (0, 3, 1, 2, 4, 7, 5, 6)
+    for run in (four, two, one):
+        assert orders(run, HALF) == orders(run, WHOLE) == {0: order}
+    # One that began in the model's order stays there, as does one of an earlier version.
+    assert orders(plain, WHOLE) == orders(later, WHOLE) == {}
+    whole, *others = outcomes
+    for outcome in others:
+        for mine, theirs in zip(outcome["history"], whole["history"], strict=True):
+            assert mine["digest"] == theirs["digest"]
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=TOLERANCE), mine["step"]
+    assert [o["resumed_from_step"] for o in outcomes] == [None, None, HALF, HALF, HALF]
+
+    assert whole["heads"] == []
+    told = [kind for outcome in others for kind in outcome["heads"]]
+    assert [kind["layers"] for kind in told] == [[0]] * 4
+    assert [kind["order"] for kind in told] == [list(order), list(order), None, list(order)]
+    assert [kind["balance"] <= EVEN for kind in told] == [True, True, False, True]
+    (kind,) = (kind for kind in others[1]["context"]["kinds"] if kind["pattern"] == FOUR)
+    assert kind["heads_balance"] == told[1]["balance"]
+    assert kind["keys"]["most"] > 0
 
 
 def test_parts_of_heads_and_nothing_else_change_places(tmp_path: Path):
@@ -168,77 +251,3 @@ def test_parts_of_heads_and_nothing_else_change_places(tmp_path: Path):
         whole.named_parameters(), moved.named_parameters(), strict=True
     ):
         assert torch.equal(mine, theirs), name
-
-
-HALF, WHOLE = 2, 4
-
-
-def train_all(specs: list[str], saved: list[str]) -> list[dict[str, Any]]:
-    """Runs one after the other; each starts with what another one had saved at half its way."""
-    from msa_workloads.progress import Silent
-    from msa_workloads.train import run
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    outcomes = []
-    for text, folder in zip(specs, saved, strict=True):
-        spec = RunSpec.from_json(text)
-        if folder and dist.get_rank() == 0:
-            half = folder_name(HALF)
-            shutil.copytree(Path(folder) / half, Path(spec.checkpoint.uri) / half)
-        dist.barrier()
-        outcomes.append(run(spec, Silent()))
-    return outcomes
-
-
-@pytest.mark.slow
-def test_a_run_keeps_its_order_on_other_meshes(make_spec: Callable[..., RunSpec]):
-    def spec(name: str, accumulation: int, **mesh: int) -> RunSpec:
-        made = make_spec(
-            name, mesh=mesh, training={"max_steps": WHOLE, "evaluate_sequences": 1},
-            sequence={"length": 93, "micro_batch": 1, "accumulation": accumulation},
-            checkpoint={"every_steps": HALF},
-            attention={"pattern": FOUR, "dense_layers": (1,)},
-        )  # fmt: skip
-        config = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 4}
-        return replace(made, model=replace(made.model, config={**made.model.config, **config}))
-
-    four, later = spec("four", 2, tensor=4), spec("later", 2, tensor=4)
-    two = spec("two", 2, tensor=2, context=2)
-    plain, one = spec("plain", 1, data_shard=2, context=2), spec("one", 2)
-
-    def train(ranks: int, *runs: tuple[RunSpec, RunSpec | None]) -> list[dict[str, Any]]:
-        texts = [run.to_json() for run, _ in runs]
-        starts = [start.checkpoint.uri if start else "" for _, start in runs]
-        return on_forks(train_all, ranks, texts, starts)[0]
-
-    def orders(run: RunSpec, step: int) -> dict[int, Order]:
-        text = (Path(run.checkpoint.uri) / folder_name(step) / MARKER).read_text()
-        return Marker(**json.loads(text)).orders
-
-    runs = (plain, None), (four, None), (two, four), (later, plain)
-    whole, first, on_two, on_four = train(4, *runs)
-    (on_one,) = train(1, (one, four))
-    order = (0, 3, 1, 2, 4, 7, 5, 6)
-    for run in (four, two, one):
-        assert orders(run, HALF) == orders(run, WHOLE) == {0: order}
-    # One that began in the model's order stays there, as does one of an earlier version.
-    assert orders(plain, WHOLE) == orders(later, WHOLE) == {}
-    for outcome in (first, on_two, on_four, on_one):
-        for mine, theirs in zip(outcome["history"], whole["history"], strict=True):
-            assert mine["digest"] == theirs["digest"]
-            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-4), mine["step"]
-    assert [outcome["resumed_from_step"] for outcome in (on_two, on_four, on_one)] == [HALF] * 3
-
-    told = [outcome["heads"] for outcome in (whole, first, on_two, on_four, on_one)]
-    assert told[0] == []
-    assert [kind["layers"] for kinds in told for kind in kinds] == [[0]] * 4
-    assert [kind["order"] for kinds in told[1:] for kind in kinds] == [
-        list(order), list(order), None, list(order)
-    ]  # fmt: skip
-    assert [kind["balance"] <= EVEN for kinds in told[1:] for kind in kinds] == [
-        True, True, False, True
-    ]  # fmt: skip
-    (told_layer,) = (k for k in on_two["context"]["kinds"] if k["pattern"] == FOUR)
-    assert told_layer["heads_balance"] == told[2][0]["balance"]
-    assert told_layer["keys"]["most"] > 0

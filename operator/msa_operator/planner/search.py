@@ -138,9 +138,9 @@ def _uneven(fitting: Fitting, best: Candidate) -> tuple[str, ...]:
     if order is not None:
         numbers = " ".join(map(str, order))
         told = (
-            f"key/value heads are stored as {numbers} of the model's, in checkpoints too: the "
-            f"busiest rank attends {here:.2f} x the mean, {plain:.2f} in the model's order; a run "
-            "that resumes keeps the order that it started with",
+            f"key/value heads are stored as {numbers} of the model's, in checkpoints too: in such "
+            f"layers the busiest rank attends {here:.2f} x the mean, {plain:.2f} in the model's "
+            "order; a run that resumes keeps the order that it started with",
         )
     busiest = fitting.busiest(tensor, shares)
     if busiest <= EVEN:
