@@ -13,8 +13,10 @@ from msa_kernels import backend as backends
 from msa_kernels.attention import msa_attention
 from msa_kernels.backend import BackendError
 from msa_kernels.pattern import BlockTopK, Dense, Dilated, Pattern, PerHead, Window
+from msa_kernels.plan import Request
 from msa_kernels.reference import reference
 from msa_kernels.testing import DenseBands
+from msa_kernels.tiled import TorchTiles
 from msa_workloads.context.attention import ContextPlan, Options, context_attention
 from msa_workloads.context.commplan import plan_bytes
 from msa_workloads.context.exchange import moved, reset
@@ -172,6 +174,81 @@ def in_bands() -> list[tuple[float, str]]:
                 )  # fmt: skip
                 errors.append((error, f"{pattern} on {layout.describe()}, {fuse}"))
     return errors
+
+
+class Picky(TorchTiles):
+    """Rounds its gradients, and refuses many stretches: on some ranks and not on others."""
+
+    name = "picky"
+    rounds = True
+
+    def refuses(self, request: Request) -> str | None:
+        if request.partial:
+            return "rounds"
+        many = any(len(runs.begin) > 4 for place in request.places for runs in place)
+        return "too many stretches" if many else None
+
+
+def kernels_apart() -> dict[str, Any]:
+    """Errors where ranks choose other kernels, and what each says where a named one refuses."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    place, keys = rank // 2, across[rank % 2]
+    backends.LOADERS["picky"] = Picky
+    documents = (4,) * 6 + (104,)  # all but one of them on the first rank
+    inputs = [t.bfloat16() for t in tensors(128, (4, 2), 5)[:4]]
+    wanted = alone([*inputs, torch.zeros(1, 4, 128)], Dense(), document_ids([documents]))
+    errors, used, bytes_back, said = [], set(), [], []
+
+    def attend(home: Layout, backend: str = "auto", **call: Any) -> None:
+        names = ("q", "k", "v", "dout", "dq", "dk", "dv")
+        mine = home.shard(dict(zip(names, (*inputs, *wanted[2:]), strict=True)), call.pop("at"))
+        q, k, v = (mine[n].requires_grad_() for n in names[:3])
+        backends.reset()
+        reset()
+        out = context_attention(q, k, v, pattern=Dense(), backend=backend, **call)
+        assert isinstance(out, torch.Tensor)
+        out.backward(mine["dout"])
+        used.add(backends.used()[0].backend)
+        bytes_back.append(moved()["gradients"].sent + moved()["gradients"].received)
+        for found, name in ((q.grad, "dq"), (k.grad, "dk"), (v.grad, "dv")):
+            assert found is not None
+            errors.append(float((found - mine[name]).norm() / mine[name].norm()))
+
+    outer = contiguous(128, 2, multiple=2)
+    plan = ContextPlan(outer, documents, place)
+    call = {"plan": plan, "group": keys, "at": place}
+    auto, backends.preference = backends.preference, lambda _: ("picky", "torch")
+    for options in (Options(fuse="whole"), Options(method="ring"), Options(fuse="never")):
+        attend(outer, options=options, **call)
+    one = ContextPlan.whole(outer, place)
+    wanted = alone([*inputs, torch.zeros(1, 4, 128)], Dense(), None)
+    attend(outer, options=Options(fuse="whole"), **{**call, "plan": one})
+    backends.preference = auto
+    for home, more in (
+        (outer, call), (outer.split(2), {**call, "heads_group": pairs[place], "at": rank}),
+    ):  # fmt: skip
+        try:
+            attend(home, "picky", options=Options(fuse="whole"), **more)
+        except BackendError as error:
+            said.append(str(error))
+    return {"errors": errors, "used": sorted(used), "back": bytes_back, "said": said}
+
+
+def test_ranks_may_choose_other_kernels_and_fail_together():
+    ranks = on_forks(kernels_apart, 4)
+    assert ranks[0]["used"] == ["context/picky", "context/torch"]
+    for number, result in enumerate(ranks):
+        assert len(result["errors"]) == 12 and max(result["errors"]) < 0.01, result["errors"]
+        # fp32 unless the kernels of all ranks round, as in the last case: half the bytes then.
+        *wide, narrow = result["back"]
+        assert wide == [40 * 2 * 2 * 8 * 4] * 3 and narrow == 64 * 2 * 2 * 8 * 2
+        assert len(result["said"]) == 2
+        for text in result["said"]:
+            assert "picky: too many stretches" in text
+            assert ("another rank cannot compute its part. rank " in text) == (number >= 2)
 
 
 @pytest.mark.slow

@@ -10,23 +10,24 @@ back to their owners in fp32.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import get_args
 
 import torch
 import torch.distributed as dist
 from msa_kernels import backend as backends
 from msa_kernels.attention import check_pattern, check_tensors
-from msa_kernels.engine import HeadGroup, accumulator, head_groups
+from msa_kernels.engine import HeadGroup, accumulator
 from msa_kernels.pattern import Documents, Pattern
-from msa_kernels.plan import Request, TileKernel
 from torch import Tensor
 
 from msa_workloads.context.area import row_area
 from msa_workloads.context.commplan import comm_plan
 from msa_workloads.context.exchange import METHODS, Method, count
+from msa_workloads.context.kernel import agreed, choose, rounded
 from msa_workloads.context.layout import Layout, LayoutError
 from msa_workloads.context.ops import attention, calls
 from msa_workloads.context.passes import Call
@@ -48,8 +49,8 @@ class Options:
     """Received keys are kept for backward when no rank receives more than this many times its own
     tokens; otherwise they travel again. Never with ``ring``."""
     gradients: str = "fp32"
-    """dtype in which gradients of keys and values return to their owners: fp32 or bf16. Those of a
-    kernel that rounds them travel as they are."""
+    """dtype in which gradients of keys and values return to their owners: fp32 or bf16. Where the
+    kernels of all ranks round them, they travel as they are."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -83,6 +84,11 @@ class ContextPlan:
             raise LayoutError(
                 f"rank {self.rank}, the layout has ranks 0 to {self.layout.ranks - 1}"
             )
+
+    @functools.cached_property
+    def mark(self) -> bytes:
+        """Equal for equal sequences on equal layouts, on every rank."""
+        return hashlib.sha256(repr((self.layout, self.documents)).encode()).digest()
 
     @classmethod
     def whole(cls, layout: Layout, rank: int) -> ContextPlan:
@@ -137,8 +143,8 @@ def context_attention(
 
     Raises ValueError (:class:`~msa_workloads.context.layout.LayoutError`,
     :class:`~msa_workloads.context.ulysses.HeadsError`) before anything is sent when shapes,
-    groups and plan do not fit, and :class:`msa_kernels.backend.BackendError` where no tile kernel
-    serves the pattern.
+    groups and plan do not fit, and :class:`msa_kernels.backend.BackendError`, on every rank, where
+    no tile kernel serves the part of one.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -162,7 +168,7 @@ def context_attention(
         k = sequence_to_heads(k, heads_group, split.copies)
         v = sequence_to_heads(v, heads_group, split.copies)
     out, lse = _by_document(
-        q, k, v, plans, group, pattern, factor, options, backend, return_lse, kind
+        q, k, v, plans, group, pattern, factor, options, backend, return_lse, kind, heads_group
     )  # fmt: skip
     if heads_group is not None and heads > 1:
         back = tuple(sorted(range(len(order)), key=order.__getitem__))
@@ -228,7 +234,7 @@ def _check(
 def _by_document(
     q: Tensor, k: Tensor, v: Tensor, plans: list[ContextPlan], group: dist.ProcessGroup | None,
     pattern: Pattern, scale: float, options: Options, backend: str, return_lse: bool,
-    kind: Pattern,
+    kind: Pattern, heads_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Batch rows that share a plan are one call."""
     found = []
@@ -236,8 +242,9 @@ def _by_document(
         at = list(some)
         rows = slice(at[0], at[-1] + 1)
         call = _call(
-            q[rows], k[rows], plans[at[0]], group, pattern, options, backend, return_lse, kind
-        )
+            q[rows], k[rows], plans[at[0]], group, pattern, options, backend, return_lse, kind,
+            heads_group,
+        )  # fmt: skip
         out, lse, _kept = attention(q[rows], k[rows], v[rows], call.handle, scale)
         found.append((out, lse))
     if len(found) == 1:
@@ -248,17 +255,26 @@ def _by_document(
 def _call(
     q: Tensor, k: Tensor, plan: ContextPlan, group: dist.ProcessGroup | None, pattern: Pattern,
     options: Options, backend: str, return_lse: bool, kind: Pattern,
+    heads_group: dist.ProcessGroup | None,
 ) -> Call:  # fmt: skip
-    groups, kernel = _kernel(q, k, plan, pattern, options, backend, return_lse)
+    fixed = (
+        plan.mark, kind, options, backend, return_lse, q.shape, k.shape, q.dtype, q.device.type,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    (groups, kernel), narrow = agreed(
+        lambda: choose(q, k, plan, pattern, options, backend, return_lse),
+        lambda found: rounded(*found), fixed, [some for some in (group, heads_group) if some],
+    )  # fmt: skip
     backends.record(f"context/{kernel.name}", q, k, pattern, len(plan.documents) > 1)
     keep = options.method != "ring" and all(
         part.most_received <= options.keep_ratio * plan.layout.rows for _, part in groups
     )
     returned = torch.bfloat16 if options.gradients == "bf16" else accumulator(q.dtype)
-    if getattr(kernel, "rounds", False) and not any(part.split for _, part in groups):
-        returned = q.dtype
     area = functools.partial(_area, plan, tuple(some for some, _ in groups))
-    call = Call(tuple(groups), group, kernel, options.method, keep, returned, kind, area)
+    call = Call(
+        tuple(groups), group, kernel, options.method, keep, q.dtype if narrow else returned, kind,
+        area,
+    )  # fmt: skip
     width = 2 * k.shape[0] * k.shape[3] * k.element_size()
     needed = sum(
         stage.received * len(one.members) for one, part in groups for stage in part.stages
@@ -277,69 +293,3 @@ def _area(plan: ContextPlan, groups: Sequence[HeadGroup]) -> int:
         heads = len(group.members) * group.q_heads // group.kv_heads
         total += int(rows[own].sum()) * heads
     return total
-
-
-def _kernel(
-    q: Tensor, k: Tensor, plan: ContextPlan, pattern: Pattern, options: Options, backend: str,
-    return_lse: bool,
-) -> tuple[list[tuple[HeadGroup, RankPlan]], TileKernel]:  # fmt: skip
-    """The plan of every head group, and the kernel for all of them.
-
-    A kernel that rounds its output serves no partial results. Where one is the fastest, queries
-    wait for all their keys: nothing is merged then. Those that need not wait are computed in the
-    meantime only where more is received than the rank holds, as calls of their own cost more than
-    a short exchange.
-    """
-    shared = list(head_groups(pattern, q.shape[2], k.shape[2]))
-
-    def prepared(fuse: Fuse) -> list[tuple[HeadGroup, RankPlan]]:
-        some = replace(options, fuse=fuse)
-        return [(group, plan.prepare(group.pattern, some)) for group in shared]
-
-    def serving(groups: list[tuple[HeadGroup, RankPlan]]) -> TileKernel:
-        return tile_kernel([_request(q, k, part, return_lse) for _, part in groups], backend)
-
-    if options.fuse == "auto" and options.method != "ring" and q.device.type == "cuda":
-        whole = prepared("whole")
-        kernel = serving(whole)
-        if getattr(kernel, "rounds", False):
-            most = max(part.most_received for _, part in whole)
-            return whole if most <= plan.layout.rows else prepared("always"), kernel
-    groups = prepared(options.fuse)
-    return groups, serving(groups)
-
-
-def tile_kernel(requests: Sequence[Request], backend: str) -> TileKernel:
-    """The tile kernel that serves all requests, those of a call's head groups.
-
-    Raises :class:`msa_kernels.backend.BackendError` with every reason where there is none.
-    """
-    if backend != "auto" and backend not in backends.LOADERS:
-        raise backends.BackendError(
-            f"no backend {backend!r}; choose auto, {', '.join(backends.LOADERS)}"
-        )
-    reasons = []
-    for name in backends.preference(requests[0]) if backend == "auto" else (backend,):
-        said = [backends.refusal(name, request) for request in requests]
-        reason = next((r for r in said if r), None)
-        if reason is None:
-            kernel = backends.load(name)
-            if not isinstance(kernel, backends.Direct):
-                return kernel
-            reason = "computes whole calls only, without an LSE and delta from other ranks"
-        reasons.append(f"{name}: {reason}")
-    raise backends.BackendError(
-        f"no tile kernel serves {requests[0].pattern} on {requests[0].device.type}: "
-        f"{'; '.join(reasons)}. Nearest: backend='auto', in which torch serves every pattern"
-    )
-
-
-def _request(q: Tensor, k: Tensor, plan: RankPlan, return_lse: bool) -> Request:
-    passes = [one for one in (plan.early, *plan.late) if one is not None]
-    return Request(
-        device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1], k_rows=k.shape[1],
-        q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], pattern=plan.pattern,
-        plain=False, needs_grad=True, return_lse=return_lse,
-        deterministic=torch.are_deterministic_algorithms_enabled(), partial=plan.split,
-        places=tuple((one.queries, one.keys) for one in passes),
-    )  # fmt: skip
