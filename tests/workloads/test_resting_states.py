@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from msa_workloads.parallel import states
 from msa_workloads.parallel.states import RestingAdamW
 from msa_workloads.runspec import MemorySpec, RunSpec, TrainingSpec
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 TRAINING = TrainingSpec(max_steps=9, learning_rate=1e-2, weight_decay=0.3)
 
@@ -81,6 +83,18 @@ def test_states_survive_a_state_dict(memory: MemorySpec) -> None:
     moved = {n: t.clone() for n, t in plain.state_dict().items()}, other.state_dict()
     found = weights(trained(OFFLOAD, steps=3, start=moved)[0])
     assert torch.equal(found, weights(trained(MemorySpec(), steps=6)[0]))
+
+
+def test_states_keep_their_precision_beside_narrower_weights() -> None:
+    model, optimizer = trained(MemorySpec(parameters="bf16"), torch.bfloat16, steps=3)
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    other, again = trained(MemorySpec(parameters="bf16"), torch.bfloat16, steps=1)
+    assert isinstance(again, RestingAdamW)
+    set_state_dict(other, again, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in optimizer.state[one].items():
+            assert value.dtype == torch.float32
+            assert torch.equal(again.state[two][name], value), name
 
 
 def test_parameters_without_gradients_are_an_error_only_beside_others() -> None:

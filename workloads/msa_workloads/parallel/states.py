@@ -147,8 +147,20 @@ class RestingAdamW(torch.optim.AdamW):
         return [self.state[p]["step"] for p in bucket.parameters]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the values; they rest where and as this optimizer says."""
-        super().load_state_dict(state_dict)
+        """Take over the values; they rest where and as this optimizer says.
+
+        Moments keep the precision in which they come: torch would cast them to the parameters'
+        dtype, and bring them to the parameters' device, first.
+        """
+        given = state_dict["state"]
+        plain = {
+            key: {name: value for name, value in state.items() if name not in NAMES}
+            for key, state in given.items()
+        }
+        super().load_state_dict({**state_dict, "state": plain})
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        moments = {p: given[key] for key, p in zip(keys, own, strict=True) if key in given}
         for bucket in self.buckets:
             rest = [bucket.views(flat) for flat in bucket.rest]
             for number, parameter in enumerate(bucket.parameters):
@@ -157,7 +169,7 @@ class RestingAdamW(torch.optim.AdamW):
                     continue
                 state["step"] = state["step"].to(self.device, torch.float32)
                 for name, parts in zip(NAMES, rest, strict=True):
-                    parts[number].copy_(local(state[name]))
+                    parts[number].copy_(local(moments[parameter][name]))
                     state[name] = _wrapped(parts[number], parameter)
 
 
