@@ -174,3 +174,22 @@ def test_what_context_ranks_moved_is_said_in_lines() -> None:
     measured = {"share": 0.97, "milliseconds": 12.0, "waited_milliseconds": 0.4}
     assert "97.0% of 12.0 ms" in dict(context_lines({**report, "hidden": measured}))["  hidden"]
     assert context_lines(None) == []
+
+
+def test_the_order_of_heads_is_said_where_it_is_not_the_models(
+    make_spec: Callable[..., RunSpec],
+) -> None:
+    from msa_workloads.display import heads_line
+
+    kind = {"layers": [0, 1, 2, 5], "order": [0, 2, 1, 3], "balance": 1.019, "plain": 1.445}
+    text = heads_line(kind)
+    assert text == (
+        "layers 0-2, 5: key/value heads stored as 0 2 1 3 of the model's, in checkpoints too; "
+        "area max/mean 1.019 over ranks that split them, 1.445 in the model's order"
+    )
+    assert "in the model's order, area max/mean 1.200" in heads_line(
+        {"layers": [3], "order": None, "balance": 1.2, "plain": 1.2}
+    )
+    summary = summarise(make_spec(), {**outcome(1), "heads": [kind]}, wall_seconds=1, restarts=0)
+    assert summary["heads"] == [kind]
+    assert "stored as 0 2 1 3" in render(make_spec(), summary, [row(1)])

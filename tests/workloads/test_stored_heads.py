@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from msa_workloads.checkpoint import MARKER, Marker, folder_name
+from msa_workloads.checkpoint import MARKER, Checkpointer, CheckpointError, Marker, folder_name
 from msa_workloads.heads import EVEN, HeadSplit, Order, stored
 from msa_workloads.model import build_model, effective_patterns
 from msa_workloads.runspec import AttentionSpec, RunSpec
+from msa_workloads.storage import open_store
 from msa_workloads.weights import in_model_order, in_stored_order
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -75,6 +76,21 @@ CASES = [
     Many((1, 2, 1, 2), "qwen3", members="long and short"),
     Many((1, 1, 2, 2), "mistral", members="long and short", heads=2),
 ]
+
+
+def test_a_checkpoint_is_not_loaded_into_another_order(make_spec: Callable[..., RunSpec]):
+    spec = make_spec()
+    older = Marker(
+        step=1, next_sample=2, identity={}, content_sha256="", ranks=1, files={}, saved_at=0.0
+    )
+    assert "head_orders" not in older.to_json()
+    assert Marker(**json.loads(older.to_json())) == older and older.orders == {}
+    marker = replace(older, head_orders={"0": [1, 0]})
+    assert Marker(**json.loads(marker.to_json())).orders == {0: (1, 0)}
+    model = build_model(spec, 260, None, torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match="step-00000001 stores heads in another order"):
+        Checkpointer(open_store(spec.checkpoint.uri), spec).load(marker, model, optimizer)
 
 
 def fields(case: Many) -> tuple[Any, ...]:
