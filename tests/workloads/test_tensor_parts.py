@@ -384,6 +384,33 @@ def test_the_loss_over_a_split_vocabulary_is_that_of_the_whole():
             assert worst <= TOLERANCE, case
 
 
+def narrow() -> list[float]:
+    """In bf16, gradients of a divided loss along those of fp64, over their squares: 1 without
+    bias; of hidden states and of the vocabulary's part, computed at once and in chunks."""
+    mesh = tensor_mesh()
+    torch.manual_seed(2)
+    hidden, matrix = torch.randn(1, 96, 64).bfloat16(), torch.randn(128, 64).bfloat16()
+    labels = torch.randint(128, (1, 96))
+    divided = 48629.0  # its inverse lies between two numbers of bf16
+    leaves = hidden.double().requires_grad_(), matrix.double().requires_grad_()
+    (token_losses(leaves[0] @ leaves[1].T, labels).sum() / divided).backward()
+    found = []
+    for chunk in (0, 16):
+        mine = hidden.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_()
+        weight: Any = torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)]))
+        (vocab.summed_loss(mine, weight, labels, chunk) / divided).backward()
+        for got, leaf, dim in ((mine.grad, leaves[0], 1), (weight.grad.to_local(), leaves[1], 0)):
+            assert got is not None and leaf.grad is not None
+            want = leaf.grad.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+            found.append(float((got.double() * want).sum() / want.square().sum()))
+    return found
+
+
+def test_a_divided_loss_has_no_bias_in_bf16():
+    for found in on_forks(narrow, 2):
+        assert found == pytest.approx([1.0] * 4, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "inner", "valid"),
     [

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from msa_workloads.data import IGNORE
 from msa_workloads.parallel import elementwise
-from msa_workloads.parallel.matmul import Sum
+from msa_workloads.parallel.matmul import Sum, scaled_
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> Any:  # type: ignore[override]
         (dhidden, dweight, dbias), ctx.grads = ctx.grads, None
         dbias = None if dbias is None else dbias.scaled(scale)
-        return dhidden.mul_(scale), dweight.scaled(scale), dbias, *(None,) * 4
+        return scaled_(dhidden, scale), dweight.scaled(scale), dbias, *(None,) * 4
 
 
 def _has_own(hidden: torch.Tensor) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PIECE = 1 << 24
+"""Elements that are wide at a time where narrow ones are scaled."""
+
 
 class Sum:
     """Gradient of a parameter as a sum of ``terms`` products, in the parameter's shape and dtype.
@@ -39,13 +42,25 @@ class Sum:
     def scaled(self, factor: Tensor) -> Tensor:
         """The sum times a scalar tensor, in the parameter's dtype; the sum is used up."""
         assert self._sum is not None
-        return self._sum.mul_(factor).to(self._like.dtype)
+        return scaled_(self._sum, factor).to(self._like.dtype)
 
     @property
     def total(self) -> Tensor:
         """The sum in the parameter's dtype."""
         assert self._sum is not None
         return self._sum.to(self._like.dtype)
+
+
+def scaled_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """A contiguous tensor times a scalar tensor, in its memory, multiplied in fp32 at least.
+
+    A product in bf16 would round the factor first, which biases all entries alike.
+    """
+    if tensor.dtype.itemsize >= 4:
+        return tensor.mul_(factor)
+    for piece in tensor.view(-1).split(PIECE):
+        piece.copy_(piece.float().mul_(factor))
+    return tensor
 
 
 def _widens(tensor: Tensor) -> bool:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from msa_workloads.data import IGNORE
+from msa_workloads.parallel.matmul import Sum, scaled_
 from msa_workloads.parallel.rows import (
     all_gather,
     own_part,
@@ -74,6 +76,7 @@ class _Chunks:
 
     def __init__(self, flat: Tensor, labels: Tensor, part: _Part, rows: int) -> None:
         self._flat, self._labels, self._part, self._rows = flat, labels, part, rows
+        self._begins = range(0, len(flat), max(1, rows))
 
     @classmethod
     def of(cls, hidden: Tensor, labels: Tensor, part: _Part, chunk: int) -> _Chunks:
@@ -82,8 +85,11 @@ class _Chunks:
         flat = hidden.flatten(0, -2)
         return cls(flat, by_rank, part, max(1, chunk // part.ranks) if chunk else len(flat))
 
+    def __len__(self) -> int:
+        return len(self._begins)
+
     def __iter__(self):
-        for begin in range(0, len(self._flat), max(1, self._rows)):
+        for begin in self._begins:
             own = slice(begin, min(begin + self._rows, len(self._flat)))
             rows = all_gather(self._flat[own], self._part.group)
             yield rows, self._labels[:, own].flatten(), own
@@ -119,8 +125,9 @@ class _Loss(torch.autograd.Function):
         wants_hidden, wants_matrix = ctx.needs_input_grad[:2]
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden).flatten(0, -2) if wants_hidden else None
-        d_matrix = None
-        for rows, goals, own in _Chunks.of(hidden, labels, part, chunk):
+        chunks = _Chunks.of(hidden, labels, part, chunk)
+        d_matrix = Sum(matrix, len(chunks)) if wants_matrix else None
+        for rows, goals, own in chunks:
             losses, logits, sums = _chunk_loss(rows, matrix, goals, part)
             total += losses.sum()
             if not (wants_hidden or wants_matrix):
@@ -128,19 +135,17 @@ class _Loss(torch.autograd.Function):
             gradient = _chunk_gradient(logits, sums, goals, part).to(rows.dtype)
             if d_hidden is not None:
                 d_hidden[own] = reduce_scatter(gradient @ matrix, part.group)
-            if wants_matrix:
-                piece = gradient.T @ rows
-                # Sums over chunks in fp32: bf16 would lose what late chunks add.
-                d_matrix = piece.float() if d_matrix is None else d_matrix.add_(piece)
-        ctx.save_for_backward(
-            None if d_hidden is None else d_hidden.view_as(hidden),
-            None if d_matrix is None else d_matrix.to(matrix.dtype),
-        )
+            if d_matrix is not None:
+                d_matrix.add_product(gradient, rows)
+        ctx.grads = (None if d_hidden is None else d_hidden.view_as(hidden)), d_matrix
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        d_hidden, d_matrix = (
-            None if found is None else found * grad.to(found.dtype) for found in ctx.saved_tensors
+        (d_hidden, d_matrix), ctx.grads = ctx.grads, None
+        return (
+            None if d_hidden is None else scaled_(d_hidden, grad),
+            None if d_matrix is None else d_matrix.scaled(grad),
+            *(None,) * 3,
         )
-        return d_hidden, d_matrix, None, None, None
