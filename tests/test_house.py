@@ -18,7 +18,7 @@ ROOTS = ("kernels", "workloads", "operator")
 LOCKS = ("requirements/dev.lock", "requirements/operator.lock")
 LINES_PER_MODULE = 400
 LONGER = {
-    "kernels/msa_kernels/pattern.py": 560,  # every pattern kind in one place, as a catalogue
+    "kernels/msa_kernels/pattern.py": 600,  # every pattern kind in one place, as a catalogue
 }
 CRD_BYTES = 100_000
 

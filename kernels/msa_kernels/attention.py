@@ -61,7 +61,8 @@ def msa_attention(
     starts a new document, or a pair of cumulative bounds ``(cu_q, cu_k)`` for a batch of one row
     with query and key lengths of their own. ``align`` is required for a causal pattern when
     query and key lengths differ: "bottom-right" puts the last query on the last key (decoding,
-    chunked prefill), "top-left" the first on the first. ``backend`` is "auto" or a name of
+    chunked prefill), "top-left" the first on the first; bounds are "bottom-right" unless it says
+    otherwise. ``backend`` is "auto" or a name of
     :data:`msa_kernels.backend.LOADERS`.
 
     Raises ValueError for arguments that make no sense (a BlockList shorter than the longest
@@ -102,6 +103,8 @@ def msa_attention(
     if direct is not None:
         out, lse = direct.attend(q, k, v, pattern, placement, factor, return_lse)
     else:
+        # Its text becomes a constant of a compiled graph; reading the mark guards the graph by it.
+        assert pattern.mark
         out, lse = attention(
             q, k, v, pattern.encoded(), factor, placement.documents, placement.q_bounds,
             placement.k_bounds, placement.align, backend,
@@ -242,5 +245,7 @@ def _check_integers(name: str, tensor: torch.Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def _ids(documents: Documents, batch: int) -> torch.Tensor:
-    lengths = torch.tensor(documents.lengths)
-    return torch.repeat_interleave(torch.arange(len(lengths)), lengths).expand(batch, -1)
+    # Kept for later calls, which may train: an inference tensor could not be saved for backward.
+    with torch.inference_mode(False):
+        lengths = torch.tensor(documents.lengths)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).expand(batch, -1)

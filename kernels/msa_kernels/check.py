@@ -1,8 +1,8 @@
 """``python -m msa_kernels.check``: what this machine has, and whether its attention is right.
 
 Every backend runs small shapes of every kind of pattern, forward and backward, against the fp64
-oracle. Exit code 0 when all that ran agree, 1 when one does not; a backend that refuses a case
-says why and does not fail the check.
+oracle. Exit code 0 when all that ran agree, 1 when one does not or when a backend that was named
+ran nothing; a backend that refuses a case says why and does not fail the check.
 """
 
 from __future__ import annotations
@@ -267,7 +267,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"machine": found, "device": args.device, "results": rows}, indent=2))
     else:
         _print(found, args.device, outcomes)
-    return 0 if all(o.ok for o in outcomes) else 1
+    idle = set(args.backend or ()) - {o.backend for o in outcomes if not o.refused}
+    for name in sorted(idle):
+        print(f"{name} ran nothing on {args.device}", file=sys.stderr)
+    return 0 if all(o.ok for o in outcomes) and not idle else 1
 
 
 def _print(found: dict[str, Any], device: str, outcomes: list[Outcome]) -> None:

@@ -47,7 +47,7 @@ class FlashAttention4(Banded):
             return "rounds its output, which pieces of a softmax must not be"
         places = request.places
         if request.plain:
-            places = (whole(request.q_rows, request.k_rows),)
+            places = (whole(request.q_rows, request.k_rows, "top-left"),)
         if not places:
             return "is used for one document per row, or the known runs of a rank"
         try:

@@ -224,14 +224,29 @@ def _documents(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -
         return q_bounds, q_bounds if k_bounds is None else k_bounds
     positions = kwargs.get("position_ids")
     permuted = kwargs.get("msa_positions") is not None
-    if positions is None or permuted or query.shape[2] != key.shape[2]:
+    if positions is None or permuted:
         return None
-    ids = remember(positions, "documents", lambda: _from_positions(positions))
-    return None if ids is None else ids.expand(query.shape[0], -1)
+    cached = key.shape[2] - query.shape[2]
+    if cached:
+        remember(positions, f"after {cached}", lambda: _goes_on(positions, cached))
+        return None
+    batch = query.shape[0]
+    return remember(positions, f"documents of {batch}", lambda: _from_positions(positions, batch))
 
 
-def _from_positions(positions: torch.Tensor) -> torch.Tensor | None:
-    """Document ids of position ids that restart at 0; None when there is one document per row."""
+def _goes_on(positions: torch.Tensor, cached: int) -> None:
+    """Refuse position ids that do not follow the ``cached`` keys before them."""
+    expected = torch.arange(cached, cached + positions.shape[-1], device=positions.device)
+    if bool((positions != expected).any()):
+        raise BackendError(
+            f"position ids do not go on from the {cached} tokens in the cache: packed documents "
+            "with a cache are not implemented; use use_cache=False, or a cache for each document"
+        )
+
+
+def _from_positions(positions: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """Document ids (``batch``, S) of position ids that restart at 0; None when there is one
+    document per row."""
     if positions.dim() != 2:
         raise BackendError(
             f"position ids of shape {tuple(positions.shape)} do not tell documents apart; "
@@ -246,4 +261,5 @@ def _from_positions(positions: torch.Tensor) -> torch.Tensor | None:
         )
     if not bool(restarts.any()):
         return None
-    return torch.nn.functional.pad(restarts.cumsum(1), (1, 0)).to(torch.int32)
+    ids = torch.nn.functional.pad(restarts.cumsum(1), (1, 0)).to(torch.int32)
+    return ids.expand(batch, -1)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msa_kernels.rules import Part, Rule, any_allows, lower, union_pairs, union_row
 
@@ -39,9 +39,25 @@ def _at_least(name: str, value: object, least: int) -> None:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Base of all kinds. Subclasses implement :meth:`rules`."""
+    """Base of all kinds. Subclasses implement :meth:`rules`, and :meth:`_validate` for fields that
+    not every value suits."""
 
     kind: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        self._validate()
+        object.__setattr__(self, "mark", _mark(self))
+
+    def _validate(self) -> None:
+        """Raise :class:`PatternError` for values that make no sense; may normalise fields."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def mark(self) -> str:
+            """What tells this pattern from others of its kind in this process, as plain text: a
+            compiled graph holds a pattern, and text is what its guards compare by value."""
+            raise NotImplementedError
 
     def rules(self) -> tuple[Rule, ...]:
         """The pattern as a union of rules."""
@@ -109,6 +125,15 @@ class Pattern:
         return Union((self, other))
 
 
+def _mark(value: Any) -> str:
+    if isinstance(value, Pattern):
+        return f"{value.kind}({', '.join([_mark(getattr(value, f.name)) for f in fields(value)])})"
+    if isinstance(value, tuple) and all(isinstance(item, Pattern) for item in value):
+        return ", ".join([item.mark for item in value])
+    # Rows of a block list: as text they would be megabytes.
+    return f"{hash(value):x}" if isinstance(value, tuple) else repr(value)
+
+
 @lru_cache(maxsize=1024)
 def _pairs(pattern: Pattern, n: int) -> int:
     return union_pairs(pattern.rules(), n)
@@ -149,7 +174,7 @@ class Window(Pattern):
     window: int
     causal: bool = True  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("window", self.window, 1)
 
     def rules(self) -> tuple[Rule, ...]:
@@ -164,7 +189,7 @@ class Dilated(Pattern):
     rate: int
     window: int | None = None
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("rate", self.rate, 1)
         if self.window is not None:
             _at_least("window", self.window, 1)
@@ -181,7 +206,7 @@ class Block(Pattern):
     kind: ClassVar[str] = "Block"
     length: int
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("length", self.length, 1)
 
     def rules(self) -> tuple[Rule, ...]:
@@ -196,7 +221,7 @@ class Columns(Pattern):
     length: int
     columns: int
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("length", self.length, 1)
         _at_least("columns", self.columns, 1)
         if self.columns > self.length:
@@ -214,7 +239,7 @@ class SinkWindow(Pattern):
     window: int
     sinks: int
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("window", self.window, 1)
         _at_least("sinks", self.sinks, 0)
 
@@ -242,7 +267,7 @@ class BlockList(Pattern):
     rows: tuple[tuple[int, ...], ...]
     causal: bool = True  # type: ignore[assignment]
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("block", self.block, 1)
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
         for q, row in enumerate(self.rows):
@@ -286,7 +311,7 @@ class BlockTopK(Pattern):
     block: int
     topk: int
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         _at_least("block", self.block, 1)
         _at_least("topk", self.topk, 1)
 
@@ -318,7 +343,7 @@ class Union(Pattern):
     kind: ClassVar[str] = "Union"
     members: tuple[Pattern, ...]
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         object.__setattr__(self, "members", tuple(self.members))
         if not self.members:
             raise PatternError("members", "must name at least one pattern")
@@ -344,7 +369,7 @@ class PerHead(Pattern):
     kind: ClassVar[str] = "PerHead"
     members: tuple[Pattern, ...]
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         object.__setattr__(self, "members", tuple(self.members))
         if not self.members:
             raise PatternError("members", "must name at least one pattern")
@@ -391,7 +416,7 @@ class Documents:
 
     lengths: tuple[int, ...]
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))
         for at, length in enumerate(self.lengths):
             _at_least(f"lengths[{at}]", length, 1)
@@ -426,7 +451,7 @@ class Documented(Pattern):
     pattern: Pattern
     documents: Documents
 
-    def __post_init__(self) -> None:
+    def _validate(self) -> None:
         if isinstance(self.pattern, Documented):
             raise PatternError("pattern", "documents are given already")
 

@@ -70,8 +70,8 @@ def remember(tensor: torch.Tensor, name: str, make: Callable[[], T]) -> T:
         return cast(T, kept[2])
     value = make()
 
-    def forget(_: object) -> None:
-        _kept.pop(key, None)
+    def forget(_: object, kept: dict = _kept) -> None:  # as the process ends, names go first
+        kept.pop(key, None)
 
     with _lock:
         _kept[key] = (weakref.ref(tensor, forget), tensor._version, value)

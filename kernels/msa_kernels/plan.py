@@ -148,7 +148,9 @@ class PartPlan:
         """``make()``, once: what an implementation derives from a plan lives as long as it."""
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = make()
+                # Later calls may train, and autograd refuses tensors of inference mode.
+                with torch.inference_mode(False):
+                    self._kept[key] = make()
             return self._kept[key]
 
 

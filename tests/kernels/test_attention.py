@@ -261,3 +261,12 @@ def test_a_block_list_for_each_group() -> None:
     rows = tuple(tuple(sorted({0, q})) for q in range(9))
     every = tuple((q,) for q in range(9))
     both(qkv(70, 70), PerHead((BlockList(8, rows), BlockList(8, every))))
+
+
+def test_documents_first_seen_in_inference_mode_train_later() -> None:
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    documents = Documents((3, 5))
+    with torch.inference_mode():
+        msa_attention(q, q, q, Dense(), documents=documents)
+    msa_attention(q, q, q, Dense(), documents=documents).sum().backward()
+    assert q.grad is not None

@@ -215,13 +215,28 @@ def test_a_device_that_is_not_there_is_named(
     assert f"--device {device} cannot be used: " in capsys.readouterr().err
 
 
-def test_the_command_prints_json() -> None:
+def test_the_command_prints_json_and_fails_where_a_named_backend_ran_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "msa_kernels.check", "--output", "json",
          "--backend", "torch", "--backend", "triton"],
-        capture_output=True, text=True, timeout=300, check=True,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.endswith("triton ran nothing on cpu\n")
     report = json.loads(done.stdout)
     assert report["machine"]["torch"] == torch.__version__
     assert all(row["ok"] for row in report["results"])
     assert {row["backend"] for row in report["results"]} == {"torch", "triton"}
+
+
+def test_flash_attention_4_reads_lengths_as_they_are_aligned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plain request starts at position 0 on both sides, wherever its last query is."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    kernel = object.__new__(FlashAttention4)
+    gpu = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
+    assert kernel.refuses(request(**gpu)) is None
+    reason = kernel.refuses(request(**gpu, q_rows=4096, k_rows=2048))
+    assert reason == "needs keys that end where their queries end"

@@ -141,6 +141,34 @@ def test_generation_with_a_cache_equals_eager() -> None:
     assert torch.equal(found, wanted)
 
 
+def test_layers_that_are_compiled_keep_their_own_patterns() -> None:
+    torch._dynamo.reset()
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, [Window(4), Window(40)])
+    expected, _ = run(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    found, _ = run(model)
+    torch.testing.assert_close(found, expected)
+    hf.set_patterns(model, [Window(4), Window(9)])
+    found, _ = run(model)
+    plain = build(LlamaConfig(**SMALL))
+    hf.set_patterns(plain, [Window(4), Window(9)])
+    torch.testing.assert_close(found, run(plain)[0])
+
+
+def test_packed_documents_with_a_cache_are_refused() -> None:
+    model = build(LlamaConfig(**SMALL))
+    ids = torch.randint(1, 64, (1, 32))
+    positions = torch.cat([torch.arange(20), torch.arange(12)])[None]
+    first = model(ids[:, :16], position_ids=positions[:, :16], use_cache=True)
+    with pytest.raises(BackendError, match="do not go on from the 16 tokens in the cache"):
+        model(
+            ids[:, 16:], position_ids=positions[:, 16:], past_key_values=first.past_key_values,
+            use_cache=True,
+        )  # fmt: skip
+
+
 def test_a_padding_mask_of_ones_is_accepted_and_another_refused() -> None:
     model = build(LlamaConfig(**SMALL))
     mask = torch.ones(2, LENGTH, dtype=torch.int64)

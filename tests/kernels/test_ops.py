@@ -75,6 +75,29 @@ def test_two_layers_compile_once_for_three_lengths() -> None:
     assert not counters["graph_break"]
 
 
+def test_compiled_code_is_used_for_its_own_pattern_only() -> None:
+    """Layers share code, and patterns of one kind look alike: their values tell them apart."""
+    torch._dynamo.reset()
+    lists = [((0,), (0, 1), (1, 2), (3,)), ((0,), (0,), (0,), (0,))]
+    kinds: list[list[Pattern]] = [
+        [Window(3), Window(30), Window(3).limited(2)],
+        [BlockList(16, rows) for rows in lists],
+        [PerHead((Window(3), Dense())), PerHead((Window(3), Window(9)))],
+    ]
+    x = torch.randn(1, 64, 32)
+    for patterns in kinds:
+        layers = [MsaAttention(32, 4, pattern, kv_heads=2) for pattern in patterns]
+        expected = [layer(x) for layer in layers]
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+        for layer, wanted in zip(layers, expected, strict=True):
+            torch.testing.assert_close(layer(x), wanted)
+        layers[0].pattern = patterns[-1]
+        again = layers[0](x)
+        torch.compiler.reset()
+        torch.testing.assert_close(again, layers[0](x))
+
+
 @pytest.mark.parametrize(
     ("pattern", "placement", "rows"),
     [

@@ -49,6 +49,7 @@ def _leaf(rng: random.Random):
             Columns(length, rng.randint(1, length)),
             SinkWindow(rng.randint(1, 30), rng.randint(0, 30)),
             BlockList(size, rows),
+            BlockList(size, tuple(tuple(range(4)) for _ in rows), causal=False),
         ]
     )
 

@@ -125,13 +125,14 @@ def _dkv_tiles(
     for n in range(first * GROUP, last * GROUP):
         q_row = tl.load(index + begin + n // GROUP) * BLOCK_M
         rows = q_row + tl.arange(0, BLOCK_M)
-        head = n % GROUP
+        number = n % GROUP
+        head = number.to(tl.int64)  # times a stride it passes 2^31
         far = rows.to(tl.int64)
         inside = (rows < q_rows)[:, None] & (d < head_dim)[None, :]
         q_tile = tl.load(
             q + head * stride_qh + far[:, None] * stride_qs + d[None, :], mask=inside, other=0.0
         )
-        stat = head.to(tl.int64) * stat_rows + rows
+        stat = head * stat_rows + rows
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         p = tl.exp2(s * qk_scale - tl.load(lse + stat)[None, :])
         if MASKED:

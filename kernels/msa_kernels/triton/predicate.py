@@ -129,7 +129,9 @@ def _rule(
             q, k = i_first // size, j_first // size
         else:
             q, k = i // size, j // size
-        inside = (q >= 0) & (q < table_q) & (k < table_k)
+        # Division rounds towards zero: queries just before the first key would be in block 0.
+        q_place = i_first if LOOKUP == 1 else i
+        inside = (q_place >= 0) & (q < table_q) & (k < table_k)
         ok = ok & (tl.load(table + q * table_k + k, mask=inside, other=0) != 0)
     return ok
 

@@ -41,9 +41,10 @@ def _delta_kernel(
     out, dout, dlse, delta, rows, heads, stride_ob, stride_os, stride_oh, stride_db, stride_ds,
     stride_dh, head_dim, HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    line = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(rows, BLOCK)
+    line = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = line // heads, line % heads
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, HEAD_DIM)
     inside = (at < rows)[:, None] & (d < head_dim)[None, :]
     far = at.to(tl.int64)[:, None]
@@ -68,7 +69,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
     """
     batch, rows, heads, head_dim = out.shape
     result = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
-    grid = (triton.cdiv(rows, 64), batch * heads)
+    grid = (triton.cdiv(rows, 64) * batch * heads,)  # other axes end at 65,535
     _delta_kernel[grid](
         out, dout, result if dlse is None else dlse.contiguous(), result, rows, heads,
         *out.stride()[:3], *dout.stride()[:3], head_dim, HAS_DLSE=dlse is not None,
@@ -83,9 +84,10 @@ def _merge_kernel(
     stride_bs, stride_bh, stride_ob, stride_os, stride_oh, head_dim, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    line = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(rows, BLOCK)
+    line = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = line // heads, line % heads
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, HEAD_DIM)
     inside = (at < rows)[:, None] & (d < head_dim)[None, :]
     far = at.to(tl.int64)[:, None]
@@ -123,7 +125,7 @@ def merge(a: Partial, b: Partial, dtype: torch.dtype) -> Partial:
     batch, rows, heads, head_dim = a[0].shape
     out = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=a[0].device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=out.device)
-    grid = (triton.cdiv(rows, 64), batch * heads)
+    grid = (triton.cdiv(rows, 64) * batch * heads,)  # other axes end at 65,535
     _merge_kernel[grid](
         a[0], a[1].contiguous(), b[0], b[1].contiguous(), out, lse, rows, heads,
         *a[0].stride()[:3], *b[0].stride()[:3], *out.stride()[:3], head_dim,
