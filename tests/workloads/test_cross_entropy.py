@@ -39,6 +39,12 @@ for vocabulary, dtype, block in ((61, torch.float32, 32768), (1000, torch.float3
     torch.testing.assert_close(total.double(), losses.detach().sum(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(_gradient(rows, labels, lse).double(), written.double(),
                                rtol=error, atol=error)
+for beyond in (-1, 1024, 1 << 40):
+    labels[1] = beyond
+    written = rows.clone()
+    found = cross_entropy.cross_entropy_(written, labels, -100, True)
+    assert found.isnan().tolist() == [False, True, *[False] * 5], found
+    assert written.isnan().any(1).tolist() == found.isnan().tolist()
 print("done")
 """
 

@@ -384,6 +384,30 @@ def test_the_loss_over_a_split_vocabulary_is_that_of_the_whole():
             assert worst <= TOLERANCE, case
 
 
+def beyond() -> list[str]:
+    """What is said of labels and token ids that the vocabulary does not have."""
+    mesh, said = tensor_mesh(), []
+    model = build("llama")
+    parallelize(model, mesh)
+    split = LanguageModel(model, 0, split=True)
+    for name in ("labels", "tokens"):
+        for found in (-1, TINY["vocab_size"]):
+            batch = batch_of(1, 8)
+            getattr(batch, name)[0, 3] = found
+            for more in ({}, {"per_token": True}):
+                with pytest.raises(RuntimeError) as refused:
+                    split(batch, **more)
+                said.append(str(refused.value))
+    return said
+
+
+def test_ids_beyond_a_split_vocabulary_are_an_error_on_every_rank():
+    for said in on_forks(beyond, 2):
+        for name, texts in (("labels", said[:4]), ("token ids", said[4:])):
+            assert len(texts) == 4
+            assert all(f"{name}: found one outside the vocabulary, 0 to 52" in t for t in texts)
+
+
 def narrow() -> list[float]:
     """In bf16, gradients of a divided loss along those of fp64, over their squares: 1 without
     bias; of hidden states and of the vocabulary's part, computed at once and in chunks."""

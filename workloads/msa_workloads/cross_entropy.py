@@ -17,7 +17,8 @@ WARPS = 32
 def cross_entropy_(
     logits: torch.Tensor, labels: torch.Tensor, ignore: int, backward: bool
 ) -> torch.Tensor:
-    """Nats per token (tokens,), fp32, 0 where the label is ``ignore``.
+    """Nats per token (tokens,), fp32, 0 where the label is ``ignore``, NaN (and a gradient of NaN)
+    where it is another that the vocabulary does not have.
 
     ``logits`` are (tokens, vocabulary), contiguous in the vocabulary. With ``backward`` they
     become the gradient of the summed result, in their own dtype.
@@ -39,7 +40,8 @@ def _rows(
     logits += row * stride
     label = tl.load(labels + row)
     valid = label != IGNORE
-    picked = tl.load(logits + tl.where(valid, label, 0)).to(tl.float32)
+    known = (label >= 0) & (label < VOCABULARY)
+    picked = tl.load(logits + tl.where(known, label, 0)).to(tl.float32)
     highest = float("-inf")
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, VOCABULARY, BLOCK):
@@ -49,6 +51,7 @@ def _rows(
         total = total * tl.exp(highest - higher) + tl.exp(x - higher)
         highest = higher
     lse = highest + tl.log(tl.sum(total, 0))
+    lse = tl.where(known, lse, float("nan"))
     tl.store(losses + row, tl.where(valid, lse - picked, 0.0))
     if BACKWARD:
         # Every thread has read the label's logit before any thread writes over it.

@@ -58,6 +58,15 @@ def pad_rows(rows: Tensor, ranks: int, value: float = 0) -> Tensor:
     return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, missing), value=value)
 
 
+def check_ids(name: str, ids: Tensor, size: int, allowed: Tensor | bool = False) -> None:
+    """RuntimeError for ids outside a vocabulary of ``size``, of which no rank has an entry.
+
+    On a GPU the device ends the process when it comes to it, as where no vocabulary is split.
+    """
+    known = ((ids >= 0) & (ids < size)) | allowed
+    torch._assert_async(known.all(), f"{name}: found one outside the vocabulary, 0 to {size - 1}")
+
+
 def own_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter that is sharded or replicated over tensor ranks.
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from msa_workloads.heads import HeadsError, HeadSplit, check_tensor
 from msa_workloads.parallel.mesh import UnsupportedError
 from msa_workloads.parallel.rows import (
+    check_ids,
     gather_rows,
     own_part,
     pad_rows,
@@ -231,6 +232,7 @@ def _embed(mesh: DeviceMesh) -> Forward:
 
     def forward(module: Any, tokens: Tensor) -> Tensor:
         begin, end = part_bounds(module.num_embeddings, ranks, rank)
+        check_ids("token ids", tokens, module.num_embeddings)
         padded = pad_rows(tokens, ranks, -1)
         mine = (padded >= begin) & (padded < end)
         padding = module.padding_idx

@@ -23,6 +23,7 @@ from msa_workloads.data import IGNORE
 from msa_workloads.parallel.matmul import Sum, scaled_
 from msa_workloads.parallel.rows import (
     all_gather,
+    check_ids,
     own_part,
     pad_rows,
     part_bounds,
@@ -57,10 +58,11 @@ def token_losses(hidden: Tensor, weight: DTensor, labels: Tensor, chunk: int = 0
 
 @dataclass(frozen=True)
 class _Part:
-    """Which entries of the vocabulary this rank has."""
+    """Which entries of a vocabulary of ``size`` this rank has."""
 
     group: dist.ProcessGroup
     ranks: int
+    size: int
     begin: int
     end: int
 
@@ -68,7 +70,8 @@ class _Part:
 def _part(weight: DTensor) -> _Part:
     group = weight.device_mesh.get_group()
     ranks = dist.get_world_size(group)
-    return _Part(group, ranks, *part_bounds(weight.shape[0], ranks, dist.get_rank(group)))
+    size = weight.shape[0]
+    return _Part(group, ranks, size, *part_bounds(size, ranks, dist.get_rank(group)))
 
 
 class _Chunks:
@@ -80,6 +83,7 @@ class _Chunks:
 
     @classmethod
     def of(cls, hidden: Tensor, labels: Tensor, part: _Part, chunk: int) -> _Chunks:
+        check_ids("labels", labels, part.size, labels == IGNORE)
         padded = pad_rows(labels, part.ranks, IGNORE)
         by_rank = padded.unflatten(1, (part.ranks, -1)).transpose(0, 1).flatten(1)
         flat = hidden.flatten(0, -2)
