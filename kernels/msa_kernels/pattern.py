@@ -29,6 +29,9 @@ class PatternError(ValueError):
         self.path = path
         self.problem = problem
 
+    def __reduce__(self) -> tuple[type[PatternError], tuple[str, str]]:
+        return type(self), (self.path, self.problem)
+
 
 def _at_least(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
