@@ -1,0 +1,64 @@
+"""What rank 0 does ends alike on every rank."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from msa_kernels.pattern import Window
+from msa_workloads.parallel.collective import on_rank_zero
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forked_ranks import on_forks
+
+
+class HereOnlyError(Exception):
+    """Of a file that other processes cannot import."""
+
+
+class GoneError(Exception):
+    """Goes out and does not come in."""
+
+    def __reduce__(self) -> Any:
+        return int, ("none",)
+
+
+def endings() -> list[tuple[str, str]]:
+    """How each act ends on this rank."""
+    dist.init_process_group("gloo")
+
+    def fails(error: Exception) -> Any:
+        raise error
+
+    found = []
+    for act in (
+        lambda: fails(ValueError("plain")),
+        lambda: Window(0),
+        lambda: fails(GoneError("halfway")),
+        lambda: fails(HereOnlyError("local")),
+        lambda: fails(OSError(threading.Lock())),
+        threading.Lock,
+    ):
+        try:
+            on_rank_zero(act)
+        except Exception as error:
+            found.append((type(error).__name__, f"{error} {getattr(error, 'path', '')}"))
+    return [*found, ("result", str(on_rank_zero(lambda: [dist.get_rank(), 7])))]
+
+
+def test_results_and_errors_reach_every_rank_whatever_they_are():
+    zero, one = on_forks(endings, 2)
+    assert zero == one
+    kinds, texts = zip(*zero, strict=True)
+    assert kinds == (
+        "ValueError", "PatternError", "RuntimeError", "RuntimeError", "RuntimeError",
+        "TypeError", "result",
+    )  # fmt: skip
+    assert texts[1] == "window: must be at least 1, found 0 window"
+    assert texts[2].startswith("GoneError: halfway")
+    assert texts[3].startswith("HereOnlyError: local")
+    assert texts[4].startswith("OSError: <unlocked _thread.lock object")
+    assert texts[6] == "[0, 7]"
