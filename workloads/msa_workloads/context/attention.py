@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 from msa_kernels import backend as backends
-from msa_kernels.attention import check_pattern, check_tensors
+from msa_kernels.attention import autocast, check_pattern, check_tensors
 from msa_kernels.engine import HeadGroup, accumulator
 from msa_kernels.pattern import Documents, Pattern
 from torch import Tensor
@@ -146,9 +146,7 @@ def context_attention(
     groups and plan do not fit, and :class:`msa_kernels.backend.BackendError`, on every rank, where
     no tile kernel serves the part of one.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (autocast(tensor) for tensor in (q, k, v))
     check_tensors(q, k, v)
     plans = [plan] * q.shape[0] if isinstance(plan, ContextPlan) else list(plan)
     if len(plans) != q.shape[0]:
@@ -275,11 +273,12 @@ def _call(
         tuple(groups), group, kernel, options.method, keep, q.dtype if narrow else returned, kind,
         area,
     )  # fmt: skip
-    width = 2 * k.shape[0] * k.shape[3] * k.element_size()
-    needed = sum(
-        stage.received * len(one.members) for one, part in groups for stage in part.stages
-    )
-    count("needed", 0, needed * width, kind)
+    if torch._C._current_graph_task_id() == -1:  # no backward is running, which computes again
+        width = 2 * k.shape[0] * k.shape[3] * k.element_size()
+        needed = sum(
+            stage.received * len(one.members) for one, part in groups for stage in part.stages
+        )
+        count("needed", 0, needed * width, kind)
     calls[call.handle] = call
     return call
 

@@ -29,7 +29,8 @@ class Moved:
 
     purpose: str
     """keys (with values), gradients (of keys and values), heads (Ulysses), or needed: what the
-    queries of each call see and their rank does not own, whether or not it travels then."""
+    queries of a layer see and their rank does not own, once for each forward pass: calls that
+    backward repeats need nothing new, whether or not it travels again."""
     sent: int
     received: int
     calls: int
