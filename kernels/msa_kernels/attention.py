@@ -72,9 +72,7 @@ def msa_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (autocast(tensor) for tensor in (q, k, v))
     check_tensors(q, k, v)
     if isinstance(pattern, Documented):
         if documents is not None:
@@ -113,6 +111,16 @@ def msa_attention(
         assert lse is not None
         return out, lse
     return out
+
+
+def autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in autocast's dtype where that is on; like PyTorch's attention it leaves fp64
+    and whatever is not floating point as they are."""
+    device = tensor.device.type
+    wide = tensor.dtype == torch.float64 or not tensor.is_floating_point()
+    if wide or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -253,8 +253,12 @@ def test_autocast_decides_the_dtype() -> None:
     q, k, v = qkv(20, 20)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = msa_attention(q, k.bfloat16(), v, Window(4))
+        exact = msa_attention(q.double(), k.double(), v.double(), Window(4))
+        with pytest.raises(ValueError, match=r"q is torch\.int64"):
+            msa_attention(q.long(), k.long(), v.long(), Window(4))
     assert isinstance(out, torch.Tensor)
-    assert out.dtype == torch.bfloat16
+    assert isinstance(exact, torch.Tensor)
+    assert (out.dtype, exact.dtype) == (torch.bfloat16, torch.float64)
 
 
 def test_a_block_list_for_each_group() -> None:
