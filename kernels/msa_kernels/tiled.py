@@ -9,8 +9,10 @@ accumulated in fp32, or in fp64 for fp64 inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ CHUNK = 2048
 fp32, which stays in a core's cache."""
 MASK_BYTES = 16 << 20
 """Masks of partial tiles kept per plan; beyond it they are recomputed at each use."""
+MASKS_BYTES = 64 << 20
+"""Masks kept of all plans; beyond it those of the plans used longest ago go."""
 
 
 @dataclass(frozen=True)
@@ -260,15 +264,59 @@ def _hide(scores: torch.Tensor, plan: PartPlan, tile: Tile, at: int, chunk: Chun
 def _masks(
     plan: PartPlan, tile: Tile, at: int, chunk: Chunk, scores: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Hidden pairs of each partial stretch, from the plan while its budget lasts."""
-    rows = plan.queries.rows
-    estimate = sum(b - a for a, b in chunk.partial) * BLOCK_Q * (-(-rows // BLOCK_Q))
-    if estimate > MASK_BYTES:
-        return _make_masks(plan, tile, chunk, scores.device)
-    return plan.kept(
-        ("mask", scores.device, tile.begin, at),
-        lambda: _make_masks(plan, tile, chunk, scores.device),
-    )
+    """Hidden pairs of each partial stretch, kept while the budgets last."""
+    kept, key = plan.kept("masks", _Masks), (scores.device, tile.begin, at)
+    found = _shelf.get(kept, key)
+    if found is None:
+        found = _make_masks(plan, tile, chunk, scores.device)
+        _shelf.put(kept, key, found)
+    return found
+
+
+@dataclass(eq=False)
+class _Masks:
+    """The masks of one plan."""
+
+    by_chunk: dict[Hashable, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    bytes: int = 0
+
+
+class _Shelf:
+    """The masks of all plans, those of the plan used last at the end.
+
+    Masks of a plan go together: of a plan used from end to end, over and over, a part that is
+    kept serves every time, and one that makes room for the next never.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._plans: OrderedDict[_Masks, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, kept: _Masks, key: Hashable) -> tuple[torch.Tensor, ...] | None:
+        with self._lock:
+            if kept in self._plans:
+                self._plans.move_to_end(kept)
+            return kept.by_chunk.get(key)
+
+    def put(self, kept: _Masks, key: Hashable, masks: tuple[torch.Tensor, ...]) -> None:
+        size = sum(mask.untyped_storage().nbytes() for mask in masks)
+        with self._lock:
+            if key in kept.by_chunk or kept.bytes + size > MASK_BYTES:
+                return
+            kept.by_chunk[key] = masks
+            kept.bytes += size
+            self.bytes += size
+            self._plans[kept] = None
+            self._plans.move_to_end(kept)
+            while self.bytes > MASKS_BYTES:
+                oldest, _ = self._plans.popitem(last=False)
+                self.bytes -= oldest.bytes
+                oldest.by_chunk.clear()
+                oldest.bytes = 0
+
+
+_shelf = _Shelf()
 
 
 def _make_masks(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_kernels import plan as plans
 from msa_kernels.blocks import Runs
-from msa_kernels.pattern import Dense, Dilated, Union, Window
+from msa_kernels.pattern import Columns, Dense, Dilated, Union, Window
 from msa_kernels.placement import Placement
 from msa_kernels.plan import PartPlan, packed, plan, varlen, whole
 from msa_kernels.testing import patterns, placed, seen_pairs
@@ -127,3 +127,39 @@ def test_bounds_must_cover_the_rows(bounds: list[int], says: str) -> None:
 def test_batch_rows_never_share_a_document() -> None:
     runs = packed(np.zeros((3, 5), int))
     assert runs.length.tolist() == [5, 5, 5]
+
+
+def test_masks_of_all_plans_stay_within_their_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from msa_kernels import tiled
+    from msa_kernels.attention import msa_attention
+
+    made = []
+    make = tiled._make_masks
+    monkeypatch.setattr(tiled, "_make_masks", lambda *args: made.append(args[0]) or make(*args))
+    monkeypatch.setattr(tiled, "_shelf", tiled._Shelf())
+    monkeypatch.setattr(tiled, "MASK_BYTES", 40_000)
+    monkeypatch.setattr(tiled, "MASKS_BYTES", 100_000)
+    q = torch.randn(1, 512, 1, 8)
+
+    def attend(cut: int) -> torch.Tensor:
+        ids = (torch.arange(512) >= cut).int()[None]
+        out = msa_attention(q, q, q, Columns(32, 8), documents=ids)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    first = [attend(cut) for cut in range(100, 400, 30)]
+    seen = list(dict.fromkeys(made))
+    assert len(seen) == 10, "every step has other documents, so another plan"
+    kept = [masks for part in seen if (masks := part.kept("masks", tiled._Masks)).by_chunk]
+    sizes = [sum(m.nbytes for some in one.by_chunk.values() for m in some) for one in kept]
+    assert sizes == [one.bytes for one in kept]
+    assert sum(sizes) == tiled._shelf.bytes <= 100_000
+    assert all(size <= 40_000 for size in sizes)
+    # Of the plan used last a part is kept and serves again; results are the same either way.
+    made.clear()
+    assert torch.equal(attend(370), first[-1])
+    again, all_of_it = len(made), len(seen[-1].kept("masks", tiled._Masks).by_chunk)
+    assert again > 0 and all_of_it > 0
+    made.clear()
+    assert torch.equal(attend(100), first[0])
+    assert len(made) == again + all_of_it, "that of the first plan had to go"
