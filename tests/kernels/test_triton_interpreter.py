@@ -51,8 +51,9 @@ def _far() -> None:
     from msa_kernels.triton.launch import TritonKernel
 
     torch.manual_seed(0)
-    apart, shape = 1 << 31, (1, 20, 2, 16)
-    storage = torch.empty(apart + 20 * 16, dtype=torch.float16)
+    # The stride itself fits 32 bits; twice the stride does not.
+    apart, shape = 1 << 30, (1, 20, 3, 16)
+    storage = torch.empty(2 * apart + 20 * 16, dtype=torch.float16)
     q, dout = (torch.randn(shape).half() for _ in range(2))
     k, v = (torch.randn(1, 20, 1, 16).half() for _ in range(2))
     wide = storage.as_strided(shape, (0, 16, apart, 1)).copy_(q)
