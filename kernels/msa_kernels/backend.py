@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -239,6 +239,8 @@ def record(
         q.shape[2], k.shape[2], q.shape[3], packed, 0,
     )  # fmt: skip
     with _lock:
+        if key not in _calls and len(_calls) >= SHAPES_KEPT:
+            key = replace(key, q_rows=0, k_rows=0)  # as of decoding, where every length is new
         _calls[key] += 1
         first = _calls[key] == 1
     if first:
@@ -246,7 +248,8 @@ def record(
 
 
 def used() -> list[Used]:
-    """What has run in this process since :func:`reset`, the most frequent first.
+    """What has run in this process since :func:`reset`, the most frequent first. After
+    :data:`SHAPES_KEPT` different shapes, calls of other lengths are counted together, as of 0 rows.
 
     Under ``torch.compile`` tile kernels are counted at each call and direct implementations,
     which become part of the compiled graph, are not.
@@ -264,6 +267,7 @@ def reset() -> None:
 
 
 RESOLVED_KEPT = 1024
+SHAPES_KEPT = 256
 _resolved: OrderedDict[Hashable, str] = OrderedDict()
 _calls: Counter[Used] = Counter()
 _lock = threading.Lock()

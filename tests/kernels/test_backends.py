@@ -240,3 +240,17 @@ def test_flash_attention_4_reads_lengths_as_they_are_aligned(
     assert kernel.refuses(request(**gpu)) is None
     reason = kernel.refuses(request(**gpu, q_rows=4096, k_rows=2048))
     assert reason == "needs keys that end where their queries end"
+
+
+def test_what_ran_stays_bounded_where_every_length_is_new(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend.reset()
+    q = torch.randn(1, 1, 1, 8)
+    with caplog.at_level(logging.INFO, logger="msa_kernels"):
+        for length in range(backend.SHAPES_KEPT + 50):
+            backend.record("torch", q, q.expand(1, length + 1, 1, 8), Dense(), False)
+    ran = backend.used()
+    assert len(ran) == backend.SHAPES_KEPT + 1 == len(caplog.records)
+    assert (ran[0].q_rows, ran[0].k_rows, ran[0].calls) == (0, 0, 50)
+    backend.reset()
