@@ -249,7 +249,7 @@ def record(
 
 def used() -> list[Used]:
     """What has run in this process since :func:`reset`, the most frequent first. After
-    :data:`SHAPES_KEPT` different shapes, calls of other lengths are counted together, as of 0 rows.
+    :data:`SHAPES_KEPT` different shapes other lengths are counted together, as of 0 rows.
 
     Under ``torch.compile`` tile kernels are counted at each call and direct implementations,
     which become part of the compiled graph, are not.
