@@ -118,9 +118,9 @@ def agreed(
     is raised there, and as a :class:`msa_kernels.backend.BackendError` on all others. Each group
     is asked after the one before it: keys' groups and heads' groups reach all ranks of both.
     """
-    known = _agreed.setdefault(groups[0], OrderedDict()) if groups else OrderedDict()
     key = (key, tuple(group.group_name for group in groups))
     with _lock:
+        known = _agreed.setdefault(groups[0], OrderedDict()) if groups else OrderedDict()
         if key in known:
             known.move_to_end(key)
             return find(), known[key]
