@@ -230,6 +230,7 @@ def test_a_killed_driver_is_resumed_and_changes_nothing(
     poll(lambda: not any(p.is_running() for p in family), "Ray ends when its driver is killed")
 
 
+@pytest.mark.full  # by default a pod is deleted under the operator, in tests/e2e/two_nodes
 def test_with_another_owner_of_recovery_ray_restarts_nothing(
     drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll
 ) -> None:

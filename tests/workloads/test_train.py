@@ -78,6 +78,7 @@ def test_runs_repeat_and_resume_bit_for_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.full  # by default a run goes on on three other meshes, in test_reshard.py
 def test_a_run_continues_on_another_number_of_ranks(
     on_ranks: Callable[..., Any], make_spec: Callable[..., RunSpec]
 ) -> None:
