@@ -62,8 +62,7 @@ def msa_attention(
     with query and key lengths of their own. ``align`` is required for a causal pattern when
     query and key lengths differ: "bottom-right" puts the last query on the last key (decoding,
     chunked prefill), "top-left" the first on the first; bounds are "bottom-right" unless it says
-    otherwise. ``backend`` is "auto" or a name of
-    :data:`msa_kernels.backend.LOADERS`.
+    otherwise. ``backend`` is "auto" or a name of :data:`msa_kernels.backend.LOADERS`.
 
     Raises ValueError for arguments that make no sense (a BlockList shorter than the longest
     document is one), TypeError for wrong types, and

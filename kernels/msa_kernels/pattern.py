@@ -49,7 +49,8 @@ class Pattern:
 
     def __post_init__(self) -> None:
         self._validate()
-        object.__setattr__(self, "mark", _mark(self))
+        values = ", ".join([_mark(getattr(self, field.name)) for field in fields(self)])
+        object.__setattr__(self, "mark", f"{self.kind}({values})")
 
     def _validate(self) -> None:
         """Raise :class:`PatternError` for values that make no sense; may normalise fields."""
@@ -130,7 +131,7 @@ class Pattern:
 
 def _mark(value: Any) -> str:
     if isinstance(value, Pattern):
-        return f"{value.kind}({', '.join([_mark(getattr(value, f.name)) for f in fields(value)])})"
+        return value.mark
     if isinstance(value, tuple) and all(isinstance(item, Pattern) for item in value):
         return ", ".join([item.mark for item in value])
     # Rows of a block list: as text they would be megabytes.
@@ -419,7 +420,7 @@ class Documents:
 
     lengths: tuple[int, ...]
 
-    def _validate(self) -> None:
+    def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))
         for at, length in enumerate(self.lengths):
             _at_least(f"lengths[{at}]", length, 1)

@@ -159,3 +159,11 @@ def test_equal_block_lists_share_their_rows() -> None:
     assert len({first, again, restored}) == 1
     with pytest.raises(PatternError, match="rows"):
         BlockList(16, ((0,), (0, True)))
+
+
+def test_documents_are_checked_and_hashable() -> None:
+    assert hash(Documents([3, 5])) == hash(Documents((3, 5)))  # type: ignore[arg-type]
+    for lengths, path in (((3, 0), "lengths[1]"), ((-1,), "lengths[0]"), ((True,), "lengths[0]")):
+        with pytest.raises(PatternError) as refused:
+            Documents(lengths)
+        assert refused.value.path == path
