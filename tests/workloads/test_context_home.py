@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msa_kernels.pattern import BlockTopK, Dense, Dilated, SinkWindow, Window
 from msa_workloads.context.home import choose
@@ -58,6 +58,7 @@ packed = st.lists(st.integers(1, 8191), max_size=40).map(lambda cuts: lengths(81
 
 @settings(deadline=None, max_examples=30)
 @given(packed, st.sampled_from([2, 3, 4, 8]), st.sampled_from([Dense(), SinkWindow(512, 16)]))
+@example((625, 7567), 4, SinkWindow(512, 16))  # 3 % over a best that is itself over the mean
 def test_dealt_chunks_are_even_for_every_packing(
     documents: tuple[int, ...], ranks: int, pattern: Any
 ):

@@ -140,8 +140,9 @@ def choose(
             rules.append(Rule(home, tuple(home.measure(documents) for documents in packings)))
     if not rules:
         _refuse(kind, tokens, ranks, multiple)
-    least = min(rule.busiest for rule in rules)
-    even = [rule for rule in rules if rule.busiest <= (1 + tolerance) * least]
+    mean = sum(sum(c.area) for c in rules[0].priced) / ranks
+    bar = solver.most_area(min(rule.busiest for rule in rules), mean, tolerance)
+    even = [rule for rule in rules if rule.busiest <= bar]
     fewest = min(rule.received[0] for rule in even)
 
     def price(rule: Rule) -> tuple[bool, bool, int, int, int]:

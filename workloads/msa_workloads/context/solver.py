@@ -1,9 +1,9 @@
 """The choice of a layout: least attended area on the busiest rank, then fewest bytes.
 
 All candidates give every rank as many tokens. Their areas and the tokens they move are exact (not
-estimates); the choice is lexicographic: among the layouts whose busiest rank is within a
-tolerance of the best, the one whose busiest receiver receives least. Balance alone would scatter
-neighbouring tokens over ranks and multiply what windows have to fetch.
+estimates); the choice is lexicographic: among the layouts whose busiest rank is even within a
+tolerance (:func:`most_area`), the one whose busiest receiver receives least. Balance alone would
+scatter neighbouring tokens over ranks and multiply what windows have to fetch.
 """
 
 from __future__ import annotations
@@ -106,12 +106,20 @@ def solve(
 
 def _best(found: list[Candidate], tolerance: float) -> list[Candidate]:
     """Sorted by price, the best first."""
-    least = min(max(c.area) for c in found)
+    mean = sum(found[0].area) / len(found[0].area)
+    bar = most_area(min(max(c.area) for c in found), mean, tolerance)
 
     def price(c: Candidate) -> tuple[bool, int, int]:
-        return max(c.area) > (1 + tolerance) * least, max(c.received), sum(c.received)
+        return max(c.area) > bar, max(c.received), sum(c.received)
 
     return sorted(found, key=price)
+
+
+def most_area(least: int, mean: float, tolerance: float) -> float:
+    """The area that the busiest rank may have for fewer bytes: ``tolerance`` over the mean of the
+    ranks where some choice is that even, and over the most even choice where none is."""
+    bar = (1 + tolerance) * mean
+    return bar if least <= bar else (1 + tolerance) * least
 
 
 def weighted_area(
