@@ -64,6 +64,10 @@ def _triton() -> Backend:
     return importlib.import_module("msa_kernels.triton").kernel()
 
 
+def _triton_fused() -> Backend:
+    return importlib.import_module("msa_kernels.triton").kernel(fused=True)
+
+
 def _sdpa() -> Backend:
     from msa_kernels.sdpa import Sdpa
 
@@ -101,6 +105,7 @@ LOADERS: dict[str, Callable[[], Backend]] = {
     "sdpa": _sdpa,
     "flex": _flex,
     "torch": _torch,
+    "triton-fused": _triton_fused,
 }
 OPTIONAL = ("fa4", "cudnn")
 """Backends that another package brings."""
@@ -172,7 +177,7 @@ _loaded: dict[str, Backend | str] = {}
 def preload() -> None:
     """Load what calls on this machine may use: ``torch.compile`` cannot trace an import."""
     for name in LOADERS:
-        if name not in (*OPTIONAL, "triton") or torch.cuda.is_available():
+        if name not in (*OPTIONAL, "triton", "triton-fused") or torch.cuda.is_available():
             with contextlib.suppress(ImportError):
                 load(name)
 

@@ -16,10 +16,12 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_kernels_match_the_oracle(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "backward"), [(0, "two passes"), (1, "two passes"), (2, "fused")]
+)
+def test_kernels_match_the_oracle(seed: int, backward: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__)), str(seed)],
+        [sys.executable, str(Path(__file__)), str(seed), backward],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -99,7 +101,7 @@ def _like(pattern, rng: random.Random):
     return other
 
 
-def _run(seed: int, count: int) -> int:
+def _run(seed: int, count: int, fused: bool) -> int:
     import numpy as np
     import torch
     from msa_kernels import engine
@@ -110,7 +112,7 @@ def _run(seed: int, count: int) -> int:
     from msa_kernels.reference import reference
     from msa_kernels.triton.launch import TritonKernel
 
-    kernel = TritonKernel()
+    kernel = TritonKernel(fused=fused)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     for _ in range(count):
@@ -168,4 +170,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "far":
         _far()
     else:
-        print("cases:", _run(int(sys.argv[1]), 24))
+        print("cases:", _run(int(sys.argv[1]), 24, sys.argv[2] == "fused"))

@@ -1,7 +1,9 @@
 """Backward attention over tile lists in plain Triton: a dQ pass and a dK/dV pass, no atomics.
 
-Both recompute the probabilities from the LSE, which may be that of a larger whole (other parts,
-other ranks); it comes in base 2, with +inf for rows that saw no key, padded to whole tiles.
+With ``FUSED`` the second pass is the only one: it adds what each of its tiles gives to dQ, in
+whatever order programs come. All recompute the probabilities from the LSE, which may be that of a
+larger whole (other parts, other ranks); it comes in base 2, with +inf for rows that saw no key,
+padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -112,13 +114,12 @@ def dq_kernel(
 
 @triton.jit
 def _dkv_tiles(
-    dk, dv, k, v, q, do, lse, delta, stride_qs, stride_qh, stride_ds, stride_dh, stat_rows, index,
-    begin, first, last, j, j_first, key_document, q_pos, q_doc, rule_values, table, table_q,
-    table_k, q_rows,
-    q_start, head_dim, qk_scale,
+    dk, dv, k, v, q, do, dq, lse, delta, stride_qs, stride_qh, stride_ds, stride_dh, stride_gs,
+    stride_gh, stat_rows, index, begin, first, last, j, j_first, key_document, q_pos, q_doc,
+    rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, FLAGS: tl.constexpr,
     RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr, SIMPLE: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """Scores are held transposed: keys down, queries across."""
     d = tl.arange(0, HEAD_DIM)
@@ -150,22 +151,28 @@ def _dkv_tiles(
         dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         ds = (p * (dp - tl.load(delta + stat)[None, :])).to(q_tile.dtype)
         dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
+        if FUSED:
+            part = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+            at = dq + head.to(tl.int64) * stride_gh + far[:, None] * stride_gs + d[None, :]
+            tl.atomic_add(at, part, mask=inside, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "k_tiles", "stat_rows"])
 def dkv_kernel(
-    q, k, v, do, dk, dv, lse, delta, pointers, middles, index, order, q_pos, q_doc, k_pos, k_doc,
-    rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads, kv_heads,
-    k_tiles,
-    stat_rows, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
-    stride_vs, stride_vh, stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh,
-    head_dim, scale, qk_scale,
+    q, k, v, do, dq, dk, dv, lse, delta, pointers, middles, index, order, q_pos, q_doc, k_pos,
+    k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start, k_start, q_heads,
+    kv_heads, k_tiles, stat_rows, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
+    stride_kh, stride_vb, stride_vs, stride_vh, stride_db, stride_ds, stride_dh, stride_gb,
+    stride_gs, stride_gh, stride_ob, stride_os, stride_oh, head_dim, scale, qk_scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FLAGS: tl.constexpr,
     RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr, SIMPLE: tl.constexpr,
-    GROUP: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PER_HEAD: tl.constexpr, PRECISION: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """One program per (batch, key/value head, key tile); dk and dv share their strides."""
+    """One program per (batch, key/value head, key tile); dk and dv share their strides.
+
+    ``dq`` is read with ``FUSED`` alone: (B, Sq, Hq, D) fp32, 0 before and left without the scale.
+    """
     pid = tl.program_id(0)
     kv_head = ((pid // k_tiles) % kv_heads).to(tl.int64)
     own = kv_head * PER_HEAD
@@ -187,6 +194,7 @@ def dkv_kernel(
     j, key_document = token(columns, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
     q_base = q + batch * stride_qb + kv_head * GROUP * stride_qh
     do_base = do + batch * stride_db + kv_head * GROUP * stride_dh
+    dq_base = dq + batch * stride_gb + kv_head * GROUP * stride_gh
     stat = (batch * q_heads + kv_head * GROUP) * stat_rows
 
     dk_acc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
@@ -195,18 +203,18 @@ def dkv_kernel(
     middle = tl.load(middles + tile)
     end = tl.load(pointers + tile + 1)
     dk_acc, dv_acc = _dkv_tiles(
-        dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, lse + stat, delta + stat, stride_qs,
-        stride_qh, stride_ds, stride_dh, stat_rows, index, begin, 0, middle - begin, j,
-        k_start + tile * BLOCK_N, key_document, q_pos, q_doc, rule_values, table, table_q,
-        table_k, q_rows, q_start, head_dim,
-        qk_scale, True, HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION,
+        dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, dq_base, lse + stat, delta + stat,
+        stride_qs, stride_qh, stride_ds, stride_dh, stride_gs, stride_gh, stat_rows, index,
+        begin, 0, middle - begin, j, k_start + tile * BLOCK_N, key_document, q_pos, q_doc,
+        rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale, True,
+        HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION, FUSED,
     )  # fmt: skip
     dk_acc, dv_acc = _dkv_tiles(
-        dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, lse + stat, delta + stat, stride_qs,
-        stride_qh, stride_ds, stride_dh, stat_rows, index, begin, middle - begin, end - begin, j,
-        k_start + tile * BLOCK_N, key_document, q_pos, q_doc, rule_values, table, table_q,
-        table_k, q_rows, q_start, head_dim,
-        qk_scale, False, HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION,
+        dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, dq_base, lse + stat, delta + stat,
+        stride_qs, stride_qh, stride_ds, stride_dh, stride_gs, stride_gh, stat_rows, index,
+        begin, middle - begin, end - begin, j, k_start + tile * BLOCK_N, key_document, q_pos,
+        q_doc, rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale, False,
+        HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION, FUSED,
     )  # fmt: skip
     at = batch * stride_ob + kv_head * stride_oh
     offset = at + far[:, None] * stride_os + d[None, :]

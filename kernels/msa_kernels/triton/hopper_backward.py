@@ -186,14 +186,14 @@ def dq_kernel(
 
 
 @gluon.jit
-def _row_stat(smem, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def row_stat(smem, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """A (1, 1, rows) fp32 tile of shared memory as a row vector."""
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return smem._reinterpret(gl.float32, [ROWS], line).load(LAYOUT)
 
 
 @gluon.jit
-def _key_item(walk):
+def key_item(walk):
     """This program's (batch, key/value head, key tile, list begin, middle, end); tiles fastest."""
     pointers, middles, index, order, tiles, kv_heads = walk
     item = gl.program_id(0)
@@ -205,7 +205,7 @@ def _key_item(walk):
 
 
 @gluon.jit
-def _dkv_produce(
+def dkv_produce(
     descs, smem, bars, walk, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -214,7 +214,7 @@ def _dkv_produce(
     k_full, q_full, q_free, do_full, do_free = bars
     pointers, middles, index, order, tiles, kv_heads = walk
     count = 0
-    batch, kv_head, k_tile, begin, middle, end = _key_item(walk)
+    batch, kv_head, k_tile, begin, middle, end = key_item(walk)
     if begin < end:
         for half in gl.static_range(2):
             at = [batch, k_tile * 128 + 64 * half, kv_head, 0]
@@ -271,7 +271,7 @@ def _dkv_consume(
     v = flat(v_smem.index(HALF), 64, HEAD_DIM)
 
     count = 0
-    batch, kv_head, k_tile, begin, middle, end = _key_item(walk)
+    batch, kv_head, k_tile, begin, middle, end = key_item(walk)
     first_row = k_tile * 128 + 64 * HALF
     dk_acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     dv_acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
@@ -290,7 +290,7 @@ def _dkv_consume(
                 mbarrier.wait(q_full.index(stage), phase)
                 q = flat(q_smem.index(stage), BLOCK_M, HEAD_DIM)
                 s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                lse_row = _row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
+                lse_row = row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
                 mbarrier.wait(do_full.index(stage), phase)
                 do = flat(do_smem.index(stage), BLOCK_M, HEAD_DIM)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -311,7 +311,7 @@ def _dkv_consume(
                 p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
                 dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])
-                delta_row = _row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
+                delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
                 ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
                 dk_acc = warpgroup_mma(ds, q, dk_acc, is_async=True)
                 dv_acc, p_low = warpgroup_mma_wait(1, deps=[dv_acc, p_low])
@@ -370,7 +370,7 @@ def dkv_kernel(
                 smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
                 RULES, MINUS, LOOKUP, SIMPLE,
             )),
-            (_dkv_produce, (
+            (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem, bars, walk, GROUP,
                 HEAD_DIM, BLOCK_M, STAGES,
             )),

@@ -31,21 +31,27 @@ MAX_HEAD_DIM = 256
 HOPPER_HEAD_DIM = 128
 HOPPER = {"forward": (128, 2), "dq": (128, 2), "dkv": (64, 2)}
 """Rows of the tile that streams past the 128 resident ones, and how many are in flight."""
+FUSED = {64: (128, 2), 128: (64, 2)}
+"""The same for the backward of one pass, by padded head size."""
 
 
 class TritonKernel:
     """Tile kernels written in Triton; see :class:`msa_kernels.plan.TileKernel`."""
 
-    name = "triton"
     forms_delta = False
 
     def __init__(
-        self, hopper: bool | None = None, tiles: Mapping[str, Tile] | None = None
-    ) -> None:
+        self, hopper: bool | None = None, tiles: Mapping[str, Tile] | None = None,
+        fused: bool = False,
+    ) -> None:  # fmt: skip
         """``hopper`` False keeps to the plain kernels; None decides by the device. ``tiles``
-        stand for those of the tuning tables, by kernel: for measuring them."""
+        stand for those of the tuning tables, by kernel: for measuring them. ``fused`` has a
+        backward of one pass, which holds an fp32 copy of dQ and whose dQ differs in its last bits
+        between runs."""
+        self.name = "triton-fused" if fused else "triton"
         self._hopper = hopper
         self._tiles = tiles or {}
+        self._fused = fused
 
     def refuses(self, request: Request) -> str | None:
         if request.device.type != "cuda" and not INTERPRETED:
@@ -54,6 +60,11 @@ class TritonKernel:
             return f"dtype {request.dtype}; use bfloat16, float16 or float32"
         if request.head_dim > MAX_HEAD_DIM:
             return f"head size {request.head_dim}, at most {MAX_HEAD_DIM}"
+        if self._fused and request.deterministic and request.needs_grad:
+            return (
+                "its backward adds to dQ in another order every time, and "
+                "torch.use_deterministic_algorithms is on"
+            )
         try:
             groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
             reasons = [unsupported(part) for group in groups for part in group.parts()]
@@ -110,7 +121,10 @@ class TritonKernel:
         dout = dout.to(q.dtype)
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
-        dq = torch.empty(q.shape, dtype=grad_dtype, device=q.device)
+        # Added up, the sum has to be fp32 and to start from 0.
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if self._fused else (
+            torch.empty(q.shape, dtype=grad_dtype, device=q.device)
+        )  # fmt: skip
         dk = torch.empty(k.shape, dtype=grad_dtype, device=q.device)
         dv = torch.empty(v.shape, dtype=grad_dtype, device=q.device)
         lse, delta = stats.padded_stats(lse, delta)
@@ -118,6 +132,8 @@ class TritonKernel:
             self._hopper_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
         else:
             self._plain_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
+        if self._fused:
+            dq = stats.scaled(dq, scale, grad_dtype)
         return dq, dk, dv
 
     def _hopper_backward(
@@ -130,6 +146,20 @@ class TritonKernel:
         batch, _, q_heads, head_dim = q.shape
         kv_heads = k.shape[2]
         width = _hopper_width(head_dim)
+        if self._fused:
+            from msa_kernels.triton import hopper_fused
+
+            block, stages = FUSED[width]
+            lists = device_lists(plan, block, 128, q.device, transposed=True)
+            common, constants = _arguments(plan, q, k, (block, 128))
+            hopper_fused.fused_kernel[(lists.tiles * kv_heads * batch,)](
+                _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64),
+                _line(lse, block), _line(delta, block), _sum(dq), dk, dv, lists.pointers,
+                lists.middles, lists.index, lists.order, *common, kv_heads, lists.tiles,
+                *dk.stride()[:3], head_dim, scale, HEAD_DIM=width, BLOCK_M=block, STAGES=stages,
+                **constants, num_warps=4,
+            )  # fmt: skip
+            return
         block, stages = HOPPER["dq"]
         lists = device_lists(plan, 128, block, q.device)
         common, constants = _arguments(plan, q, k, (128, block))
@@ -161,7 +191,7 @@ class TritonKernel:
         kv_heads = k.shape[2]
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
         scales = (head_dim, scale, scale * math.log2(math.e))
-        for kind in ("dq", "dkv"):
+        for kind in ("dkv",) if self._fused else ("dq", "dkv"):
             plain = self._tile(q, kind)
             tiles = plain[:2]
             lists = device_lists(plan, *tiles, q.device, transposed=kind == "dkv")
@@ -178,8 +208,8 @@ class TritonKernel:
                 )  # fmt: skip
             else:
                 backward.dkv_kernel[(lists.tiles * kv_heads * batch,)](
-                    q, k, v, dout, dk, dv, lse, delta, *walk, *common, *sizes, *strides,
-                    *dk.stride()[:3], *scales, **options,
+                    q, k, v, dout, dq, dk, dv, lse, delta, *walk, *common, *sizes, *strides,
+                    *dq.stride()[:3], *dk.stride()[:3], *scales, FUSED=self._fused, **options,
                 )  # fmt: skip
 
     def _tile(self, q: torch.Tensor, kernel: str) -> Tile:
@@ -311,11 +341,23 @@ def _line(tensor: torch.Tensor, rows: int) -> Any:
     )
 
 
+def _sum(dq: torch.Tensor) -> Any:
+    """TMA descriptor of the fp32 dQ (B, S, H, D) in tiles of 64 rows and 64 columns."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(
+        dq, list(dq.shape), list(dq.stride()), [1, 64, 1, 64], _layouts()[2]
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1)
-def _layouts() -> tuple[Any, Any]:
+def _layouts() -> tuple[Any, Any, Any]:
+    """Of tiles in 16 bits, of statistics, and of tiles in fp32."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(128, 16, 4), NVMMASharedLayout(0, 32, 3)
+    return (
+        NVMMASharedLayout(128, 16, 4), NVMMASharedLayout(0, 32, 3), NVMMASharedLayout(128, 32, 4)
+    )  # fmt: skip
 
 
 def _hopper_width(head_dim: int) -> int:

@@ -78,6 +78,22 @@ def delta(out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None) -> t
     return result
 
 
+@triton.jit
+def _scale_kernel(total, out, count, scale, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(total + at, mask=at < count) * scale
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
+
+
+def scaled(total: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``total * scale`` in ``dtype`` in one pass; total is fp32, contiguous, and used up."""
+    out = total if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
+    _scale_kernel[(triton.cdiv(total.numel(), 4096),)](
+        total, out, total.numel(), scale, BLOCK=4096
+    )
+    return out
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _merge_kernel(
     a, a_lse, b, b_lse, out, lse, rows, heads, stride_ab, stride_as, stride_ah, stride_bb,
