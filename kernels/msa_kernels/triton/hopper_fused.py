@@ -98,11 +98,11 @@ def _consume(
                 mbarrier.wait(q_full.index(stage), phase)
                 q = flat(q_smem.index(stage), BLOCK_M, HEAD_DIM)
                 s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                lse_row = row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
                 mbarrier.wait(do_full.index(stage), phase)
                 do = flat(do_smem.index(stage), BLOCK_M, HEAD_DIM)
                 dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(1, deps=[s])
+                lse_row = row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
                 p = gl.exp2(s * qk_scale - lse_row[None, :])
                 if masked == 0:
                     keys = first_row + gl.arange(0, 64, layout=ROW)
@@ -116,12 +116,9 @@ def _consume(
                     )  # fmt: skip
                     ok = ok & (document[None, :] == key_document[:, None])
                     p = gl.where(ok, p, 0.0)
-                if HEAD_DIM == 64:
-                    dp = warpgroup_mma_wait(0, deps=[dp])
                 p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
                 dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
-                if HEAD_DIM == 128:
-                    dp = warpgroup_mma_wait(1, deps=[dp])
+                dp = warpgroup_mma_wait(1, deps=[dp])
                 delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
                 ds = (p * (dp - delta_row[None, :])).to(dtype)
                 # Two in turn: a warpgroup that stores here has seen the other's last gradients,
@@ -144,10 +141,10 @@ def _consume(
                 ds = gl.convert_layout(ds, P_LAYOUT)
                 dk_acc = warpgroup_mma(ds, q, dk_acc, is_async=True)
                 dv_acc, p_low, dq = warpgroup_mma_wait(1, deps=[dv_acc, p_low, dq])
-                mbarrier.arrive(do_free.index(stage), count=1)
                 mbarrier.wait(dq_free.index(HALF), (count & 1) ^ 1)
                 dq_tile.store(dq)
                 fence_async_shared()
+                # Says too that dO may go: the writer passes it on, at one barrier less here.
                 mbarrier.arrive(dq_full.index(HALF), count=1)
                 dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_acc, ds])
                 mbarrier.arrive(q_free.index(stage), count=1)
@@ -161,9 +158,10 @@ def _consume(
 
 @gluon.jit
 def _write(
-    dq_desc, dq_smem, dq_full, dq_free, walk, GROUP: gl.constexpr, BLOCK_M: gl.constexpr
+    dq_desc, dq_smem, bars, walk, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Add each tile of dQ to the whole, as its halves come."""
+    """Add each tile of dQ to the whole, as its halves come; then dO of the tile is done with."""
+    do_free, ds_full, dq_full, dq_free = bars
     pointers, middles, index, order, tiles, kv_heads = walk
     batch, kv_head, k_tile, begin, middle, end = key_item(walk)
     for n in range((end - begin) * GROUP):
@@ -175,6 +173,7 @@ def _write(
                 add_tile(dq_desc, [batch, row + 64 * half, head, 0], dq_smem.index(half))
             else:
                 add_tile(dq_desc, [batch, row, head, 64 * half], dq_smem.index(half))
+        mbarrier.arrive(do_free.index(n % STAGES), count=1)
         for half in gl.static_range(2):
             tma.store_wait(1 - half)
             mbarrier.arrive(dq_free.index(half), count=1)
@@ -222,7 +221,7 @@ def fused_kernel(
     )
     bars = (
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
-        barriers(STAGES, 2), barriers(4, 1), barriers(2, 1), barriers(2, 1),
+        barriers(STAGES, 1), barriers(4, 1), barriers(2, 1), barriers(2, 1),
     )  # fmt: skip
     own = (gl.program_id(0) // tiles) % kv_heads * PER_HEAD
     pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
@@ -248,7 +247,7 @@ def fused_kernel(
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem[:6], bars[:5], walk,
                 GROUP, HEAD_DIM, BLOCK_M, STAGES,
             )),
-            (_write, (dq_desc, smem[7], bars[6], bars[7], walk, GROUP, BLOCK_M)),
+            (_write, (dq_desc, smem[7], bars[4:], walk, GROUP, BLOCK_M, STAGES)),
         ],
         [4, 1, 1],
         [240, 24, 24],
