@@ -144,6 +144,14 @@ def test_auto_takes_what_was_measured_fastest(
     assert backend.resolve(request(**gpu | changes)).name == name
 
 
+def test_a_fused_backward_is_taken_by_name_and_never_where_bits_matter() -> None:
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "needs_grad": True}
+    assert backend.resolve(request(**gpu), "triton-fused").name == "triton-fused"
+    with pytest.raises(backend.BackendError, match=r"triton-fused: .*not deterministic"):
+        backend.resolve(request(**gpu, deterministic=True), "triton-fused")
+    assert "triton-fused" not in backend.preference(request(**gpu))
+
+
 def test_a_package_that_fails_as_it_loads_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

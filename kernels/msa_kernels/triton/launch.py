@@ -60,11 +60,8 @@ class TritonKernel:
             return f"dtype {request.dtype}; use bfloat16, float16 or float32"
         if request.head_dim > MAX_HEAD_DIM:
             return f"head size {request.head_dim}, at most {MAX_HEAD_DIM}"
-        if self._fused and request.deterministic and request.needs_grad:
-            return (
-                "its backward adds to dQ in another order every time, and "
-                "torch.use_deterministic_algorithms is on"
-            )
+        if self._fused and request.deterministic:
+            return "its backward accumulates dQ with atomics: not deterministic"
         try:
             groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
             reasons = [unsupported(part) for group in groups for part in group.parts()]

@@ -32,6 +32,16 @@ def test_a_covering_set(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(given, what, compute(given, what, "triton"))
 
 
+@pytest.mark.parametrize("case", covering()[::2], ids=str)
+def test_a_backward_of_one_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.kernels == "plain":
+        plain = TritonKernel(hopper=False, fused=True)
+        monkeypatch.setitem(backend._loaded, "triton-fused", plain)
+    what = pattern(case.pattern, case.length)
+    given = call(case)
+    compare(given, what, compute(given, what, "triton-fused"))
+
+
 @pytest.mark.parametrize(
     ("name", "length"),
     [("dense", 4099), ("sinks", 8193), ("union with dilation", 5003), ("block list", 2177)],
