@@ -118,10 +118,7 @@ class TritonKernel:
         dout = dout.to(q.dtype)
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
-        # Added up, the sum has to be fp32 and to start from 0.
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if self._fused else (
-            torch.empty(q.shape, dtype=grad_dtype, device=q.device)
-        )  # fmt: skip
+        dq = _sums(q) if self._fused else torch.empty(q.shape, dtype=grad_dtype, device=q.device)
         dk = torch.empty(k.shape, dtype=grad_dtype, device=q.device)
         dv = torch.empty(v.shape, dtype=grad_dtype, device=q.device)
         lse, delta = stats.padded_stats(lse, delta)
@@ -336,6 +333,11 @@ def _line(tensor: torch.Tensor, rows: int) -> Any:
     return TensorDescriptor(
         tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows], _layouts()[1]
     )
+
+
+def _sums(q: torch.Tensor) -> torch.Tensor:
+    """What a fused backward adds dQ up in."""
+    return torch.zeros(q.shape, dtype=torch.float32, device=q.device)
 
 
 def _sum(dq: torch.Tensor) -> Any:
