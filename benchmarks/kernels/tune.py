@@ -70,6 +70,8 @@ def compiled(job: tuple[int, str, str, int, tuple[int, int, int, int]]) -> tuple
         **PREDICATE, "HEAD_DIM": width, "BLOCK_M": block_q, "BLOCK_N": block_k,
         "PRECISION": "ieee" if dtype == "float32" else "tf32",
     }  # fmt: skip
+    if kind == "dkv":
+        constants["FUSED"] = False
     names = kernel.arg_names
     element = "*fp32" if dtype == "float32" else "*bf16"
 
