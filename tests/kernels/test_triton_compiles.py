@@ -147,6 +147,8 @@ def test_hopper_kernels_fit_and_keep_the_tensor_cores_busy(kind: str, width: int
     }
     constants = {**PREDICATE, "HEAD_DIM": width, "STAGES": stages, "SIMPLE": True}
     constants["BLOCK_N" if streamed_keys else "BLOCK_M"] = block
+    if kind in launch.BY_HEAD:
+        constants["BY_HEAD"] = launch.BY_HEAD[kind]
     kernel = getattr(module, f"{kind}_kernel")
     made = compile_kernel(kernel, 90, constants, {"num_warps": 4}, descriptors)
     assert made.metadata.shared <= SHARED_MEMORY[90]

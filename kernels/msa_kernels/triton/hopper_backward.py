@@ -205,9 +205,26 @@ def key_item(walk):
 
 
 @gluon.jit
+def key_step(n, begin, middle, end, GROUP: gl.constexpr, BY_HEAD: gl.constexpr):
+    """Entry of the list, and query head of the group, that are the n-th of a program's tiles.
+
+    All heads of an entry after one another, or, ``BY_HEAD``, all entries of a head: then fewer
+    tiles of dQ are in flight on the whole card, and their sums stay in its L2 cache. Partial tiles
+    come first in either order."""
+    if BY_HEAD:
+        partial = (middle - begin) * GROUP
+        full = n >= partial
+        n = gl.where(full, n - partial, n)
+        length = gl.maximum(gl.where(full, end - middle, middle - begin), 1)
+        return gl.where(full, middle, begin) + n % length, n // length
+    else:
+        return begin + n // GROUP, n % GROUP
+
+
+@gluon.jit
 def dkv_produce(
     descs, smem, bars, walk, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descs
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
@@ -222,8 +239,9 @@ def dkv_produce(
             tma.async_copy_global_to_shared(k_desc, at, k_full.index(half), k_smem.index(half))
             tma.async_copy_global_to_shared(v_desc, at, k_full.index(half), v_smem.index(half))
         for n in range((end - begin) * GROUP):
-            row = gl.load(index + begin + n // GROUP) * BLOCK_M
-            head = kv_head * GROUP + n % GROUP
+            entry, member = key_step(n, begin, middle, end, GROUP, BY_HEAD)
+            row = gl.load(index + entry) * BLOCK_M
+            head = kv_head * GROUP + member
             stage = count % STAGES
             phase = (count // STAGES) & 1
             mbarrier.wait(q_free.index(stage), phase ^ 1)
@@ -250,6 +268,7 @@ def _dkv_consume(
     smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+    BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Scores are held transposed: keys down, queries across."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -299,7 +318,8 @@ def _dkv_consume(
                 if masked == 0:
                     keys = first_row + gl.arange(0, 64, layout=ROW)
                     j, key_document = token(keys, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
-                    q_row = gl.load(index + begin + n // GROUP) * BLOCK_M
+                    entry, _ = key_step(n, begin, middle, end, GROUP, BY_HEAD)
+                    q_row = gl.load(index + entry) * BLOCK_M
                     queries = q_row + gl.arange(0, BLOCK_M, layout=COLUMN)
                     i, document = token(queries, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
                     ok = allowed(
@@ -333,7 +353,7 @@ def dkv_kernel(
     k_start, kv_heads, tiles, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (BLOCK_M queries, 128 keys); a program per (tile, key/value head, batch row);
     dk and dv share their strides."""
@@ -364,15 +384,15 @@ def dkv_kernel(
         [
             (_dkv_consume, (
                 smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE,
+                RULES, MINUS, LOOKUP, SIMPLE, BY_HEAD,
             )),
             (_dkv_consume, (
                 smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE,
+                RULES, MINUS, LOOKUP, SIMPLE, BY_HEAD,
             )),
             (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem, bars, walk, GROUP,
-                HEAD_DIM, BLOCK_M, STAGES,
+                HEAD_DIM, BLOCK_M, STAGES, BY_HEAD,
             )),
         ],
         [4, 1],

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from msa_kernels.triton.hopper_backward import LOG2E, dkv_produce, key_item, row_stat
+from msa_kernels.triton.hopper_backward import LOG2E, dkv_produce, key_item, key_step, row_stat
 from msa_kernels.triton.hopper_forward import barriers, flat, lists_of, store_tile
 from msa_kernels.triton.predicate import allowed, token
 
@@ -49,6 +49,7 @@ def _consume(
     smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+    BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Scores are held transposed: keys down, queries across."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -107,7 +108,8 @@ def _consume(
                 if masked == 0:
                     keys = first_row + gl.arange(0, 64, layout=ROW)
                     j, key_document = token(keys, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
-                    q_row = gl.load(index + begin + n // GROUP) * BLOCK_M
+                    entry, _ = key_step(n, begin, middle, end, GROUP, BY_HEAD)
+                    q_row = gl.load(index + entry) * BLOCK_M
                     queries = q_row + gl.arange(0, BLOCK_M, layout=COLUMN)
                     i, document = token(queries, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
                     ok = allowed(
@@ -158,15 +160,17 @@ def _consume(
 
 @gluon.jit
 def _write(
-    dq_desc, dq_smem, bars, walk, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr
+    dq_desc, dq_smem, bars, walk, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Add each tile of dQ to the whole, as its halves come; then dO of the tile is done with."""
     do_free, ds_full, dq_full, dq_free = bars
     pointers, middles, index, order, tiles, kv_heads = walk
     batch, kv_head, k_tile, begin, middle, end = key_item(walk)
     for n in range((end - begin) * GROUP):
-        row = gl.load(index + begin + n // GROUP) * BLOCK_M
-        head = kv_head * GROUP + n % GROUP
+        entry, member = key_step(n, begin, middle, end, GROUP, BY_HEAD)
+        row = gl.load(index + entry) * BLOCK_M
+        head = kv_head * GROUP + member
         for half in gl.static_range(2):
             mbarrier.wait(dq_full.index(half), n & 1)
             if BLOCK_M == 128:
@@ -202,7 +206,7 @@ def fused_kernel(
     q_start, k_start, kv_heads, tiles, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (64 queries, 128 keys) for head size 128, (128, 128) for 64; a program per (tile,
     key/value head, batch row). dQ (B, Sq, Hq, D) is fp32, 0 before and left without the scale; dk
@@ -237,17 +241,17 @@ def fused_kernel(
         [
             (_consume, (
                 smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE,
+                RULES, MINUS, LOOKUP, SIMPLE, BY_HEAD,
             )),
             (_consume, (
                 smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE,
+                RULES, MINUS, LOOKUP, SIMPLE, BY_HEAD,
             )),
             (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem[:6], bars[:5], walk,
-                GROUP, HEAD_DIM, BLOCK_M, STAGES,
+                GROUP, HEAD_DIM, BLOCK_M, STAGES, BY_HEAD,
             )),
-            (_write, (dq_desc, smem[7], bars[4:], walk, GROUP, BLOCK_M, STAGES)),
+            (_write, (dq_desc, smem[7], bars[4:], walk, GROUP, BLOCK_M, STAGES, BY_HEAD)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -33,6 +33,8 @@ HOPPER = {"forward": (128, 2), "dq": (128, 2), "dkv": (64, 2)}
 """Rows of the tile that streams past the 128 resident ones, and how many are in flight."""
 FUSED = {64: (128, 2), 128: (64, 2)}
 """The same for the backward of one pass, by padded head size."""
+BY_HEAD = {"dkv": False, "fused": True}
+"""Whether a program of keys takes the query heads of its group one after another."""
 
 
 class TritonKernel:
@@ -151,7 +153,7 @@ class TritonKernel:
                 _line(lse, block), _line(delta, block), _sum(dq), dk, dv, lists.pointers,
                 lists.middles, lists.index, lists.order, *common, kv_heads, lists.tiles,
                 *dk.stride()[:3], head_dim, scale, HEAD_DIM=width, BLOCK_M=block, STAGES=stages,
-                **constants, num_warps=4,
+                BY_HEAD=BY_HEAD["fused"], **constants, num_warps=4,
             )  # fmt: skip
             return
         block, stages = HOPPER["dq"]
@@ -172,8 +174,8 @@ class TritonKernel:
             _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64), _line(lse, block),
             _line(delta, block), dk, dv, lists.pointers, lists.middles, lists.index, lists.order,
             *common, kv_heads, lists.tiles, *dk.stride()[:3], head_dim, scale,
-            HEAD_DIM=width,
-            BLOCK_M=block, STAGES=stages, **constants, num_warps=4,
+            HEAD_DIM=width, BLOCK_M=block, STAGES=stages, BY_HEAD=BY_HEAD["dkv"], **constants,
+            num_warps=4,
         )  # fmt: skip
 
     def _plain_backward(
