@@ -76,7 +76,7 @@ def run(peer: str, case: Case) -> dict | None:
         attend = PEERS[peer](case)
         backend.reset()
         row |= measure(attend, case)
-        if peer in ("auto", "triton"):
+        if peer in ("auto", "triton", "triton-fused"):
             row["ran"] = sorted({used.backend for used in backend.used()})
     except NoWay:
         return None

@@ -243,6 +243,7 @@ def _intervals(pattern, rows: int) -> np.ndarray:
 PEERS: dict[str, Callable[[Case], Attend]] = {
     "auto": functools.partial(ours, backend="auto"),
     "triton": functools.partial(ours, backend="triton"),
+    "triton-fused": functools.partial(ours, backend="triton-fused"),
     "flex": flex,
     "flex-tuned": functools.partial(flex, options=FLEX_TUNED),
     "fa4": fa4,

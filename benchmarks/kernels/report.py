@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "kernels.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-OURS = ("auto", "triton")
+OURS = ("auto", "triton", "triton-fused")
 
 
 def main(path: str) -> None:
