@@ -7,11 +7,12 @@
     torchrun --nproc-per-node 2 benchmarks/context/two_gpus.py --tokens 2048 --heads 4 2 16 \\
         --window 256 --rounds 3
 
-The sides alternate in every round, so that clocks and heat fall on all alike: each rank first
-computes the whole sequence alone, all ranks at once, then its share of it by our method and by
-those of benchmarks/context/peers.py. A side's time is that of its slowest rank; a speed-up is the
-ratio of a round's two times, its median over rounds, and a 95 % interval from resampling rounds.
-Every result is compared with that of one rank at the timed shape before anything is timed.
+The sides take turns, and every round begins with another of them, so that clocks, heat and what
+runs before fall on all alike: each rank computes the whole sequence alone, all ranks at once, its
+share of it by our method, and by those of benchmarks/context/peers.py. A side's time is that of
+its slowest rank; a speed-up is the ratio of a round's two times, its median over rounds, and a
+95 % interval from resampling rounds. Every result is compared with that of one rank at the timed
+shape before anything is timed.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def run(a: argparse.Namespace, method: Method, device: torch.device) -> dict[str
     times: dict[str, list[np.ndarray]] = {name: [] for name in sides}
     peaks: dict[str, int] = {}
     for number in range(a.warmup + a.rounds):
-        for name, side in sides.items():
+        for name in _turn(list(sides), number):
+            side = sides[name]
             if clock.cuda:
                 torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() if clock.cuda else 0
@@ -210,6 +212,13 @@ def run(a: argparse.Namespace, method: Method, device: torch.device) -> dict[str
         "peak_bytes": peaks.get("mine", 0),
         "peak_bytes_one": peaks.get("one", 0),
     }
+
+
+def _turn(names: list[str], number: int) -> list[str]:
+    """The order of a round: each side begins once, and follows each other one, in turn."""
+    first = number % len(names)
+    order = [*names[first:], *names[:first]]
+    return order if number // len(names) % 2 == 0 else order[::-1]
 
 
 def rivals(a: argparse.Namespace, method: Method, device: torch.device) -> list[Peer]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from msa_workloads.context.ops import attention, calls
 from msa_workloads.context.passes import Call
 from msa_workloads.context.rankplan import Fuse, RankPlan, rank_plan
 from msa_workloads.context.ulysses import HeadSplit, heads_to_sequence, sequence_to_heads
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ContextPlan:
     layout: Layout
     documents: tuple[int, ...]
     rank: int
-    _kept: dict[Hashable, RankPlan] = field(default_factory=dict, repr=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if sum(self.documents) != self.layout.tokens:
@@ -110,10 +112,17 @@ class ContextPlan:
 
     def prepare(self, pattern: Pattern, options: Options = Options()) -> RankPlan:
         """The rank's plan for one head's pattern; made ahead by a data loader if it likes."""
-        key = (pattern, options.method, options.fuse)
-        if key not in self._kept:
+
+        def make() -> RankPlan:
             plan = comm_plan(pattern, self.layout, self.documents)
-            self._kept[key] = rank_plan(pattern, plan, self.rank, options.method, options.fuse)
+            return rank_plan(pattern, plan, self.rank, options.method, options.fuse)
+
+        return self.kept((pattern, options.method, options.fuse), make)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` makes, once for each key."""
+        if key not in self._kept:
+            self._kept[key] = make()
         return self._kept[key]
 
 
@@ -234,16 +243,19 @@ def _by_document(
     pattern: Pattern, scale: float, options: Options, backend: str, return_lse: bool,
     kind: Pattern, heads_group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Batch rows that share a plan are one call."""
+    """Batch rows of equal plans are one call: of plans that are equal every rank may hold one
+    object or several, and all must come to the same number of exchanges."""
     found = []
-    for _, some in itertools.groupby(range(len(plans)), key=lambda n: id(plans[n])):
+    for _, some in itertools.groupby(range(len(plans)), key=lambda n: plans[n].mark):
         at = list(some)
         rows = slice(at[0], at[-1] + 1)
+        # A slice of everything is a copy in backward.
+        some_q, some_k, some_v = (t if len(at) == len(plans) else t[rows] for t in (q, k, v))
         call = _call(
-            q[rows], k[rows], plans[at[0]], group, pattern, options, backend, return_lse, kind,
+            some_q, some_k, plans[at[0]], group, pattern, options, backend, return_lse, kind,
             heads_group,
         )  # fmt: skip
-        out, lse, _kept = attention(q[rows], k[rows], v[rows], call.handle, scale)
+        out, lse, _kept = attention(some_q, some_k, some_v, call.handle, scale)
         found.append((out, lse))
     if len(found) == 1:
         return found[0]
@@ -260,7 +272,10 @@ def _call(
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     (groups, kernel), narrow = agreed(
-        lambda: choose(q, k, plan, pattern, options, backend, return_lse),
+        lambda: plan.kept(
+            (pattern, *fixed[2:], q.device),
+            lambda: choose(q, k, plan, pattern, options, backend, return_lse),
+        ),
         lambda found: rounded(*found), fixed, [some for some in (group, heads_group) if some],
     )  # fmt: skip
     backends.record(f"context/{kernel.name}", q, k, pattern, len(plan.documents) > 1)

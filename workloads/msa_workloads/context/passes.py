@@ -101,10 +101,7 @@ class _Keys:
         rows = self.stage(some.remote).transpose(0, 1)
         if end == begin:
             return rows[:, :, 0], rows[:, :, 1]
-        k, v = (
-            some.gather(own[:, begin:end], rows[:, :, n]) for n, own in enumerate((self.k, self.v))
-        )
-        return k, v
+        return some.gather(self.k, self.v, rows)
 
     def give_back(self, number: int, grads: Tensor) -> tuple[Stage, Pending]:
         """Start the way back of a stage's gradients, rows (received, B, 2, heads, D)."""
@@ -282,18 +279,21 @@ class _Backward:
         for number, stage in enumerate(self.plan.stages):
             if not stage.happens:
                 continue
-            grads = self.keys.k.new_zeros(self._shape(stage), dtype=self.pieces)
             if not self.call.keep:
                 # Also where this rank needs nothing: the others meet it in this exchange.
                 self.keys.stage(number)
-            for one in self.plan.late:
-                if one.remote == number:
-                    self._add(one, grads)
+            passes = [one for one in self.plan.late if one.remote == number]
+            # A pass is on all rows of its stage: one alone has none to be added to.
+            make = self.keys.k.new_empty if len(passes) == 1 else self.keys.k.new_zeros
+            grads = make(self._shape(stage), dtype=self.pieces)
+            for one in passes:
+                self._add(one, grads, alone=len(passes) == 1)
             self.keys.arrived.pop(number, None)
             self.returning.append(self.keys.give_back(number, grads))
 
-    def _add(self, one: Pass, remote: Tensor | None) -> None:
-        """Add one pass's gradients to the sums, and to ``remote`` (received, B, 2, heads, D)."""
+    def _add(self, one: Pass, remote: Tensor | None, alone: bool = False) -> None:
+        """Add one pass's gradients to the sums, and to ``remote`` (received, B, 2, heads, D), of
+        which it is the first and only summand where it is ``alone``."""
         q, out, dout, lse, delta = self.inputs
         rows = one.rows
         k, v = self.keys.of(one)
@@ -303,18 +303,17 @@ class _Backward:
             one.queries, one.keys, self.scale, self.pieces,
         )  # fmt: skip
         self.dq.add(rows, dq)
-        if one.order is not None:
-            sorted_dk, sorted_dv = dk, dv
-            dk, dv = torch.empty_like(dk), torch.empty_like(dv)
-            one.order.put(dk, sorted_dk)
-            one.order.put(dv, sorted_dv)
-        begin, end = one.local
-        here = end - begin
         for n, (total, grad) in enumerate(((self.dk, dk), (self.dv, dv))):
-            if here:
-                total.add(Rows(((begin, end),)), grad[:, :here])
-            if remote is not None:
-                remote[:, :, n] += grad[:, here:].transpose(0, 1)
+            for piece, part in one.parts(grad):
+                if not piece.remote:
+                    total.add(Rows((piece.rows,)), part)
+                    continue
+                assert remote is not None
+                place = remote[slice(*piece.rows), :, n].transpose(0, 1)
+                if alone:
+                    place.copy_(part)
+                else:
+                    place.add_(part)
 
     def _collect(self, stage: Stage, rows: Tensor) -> None:
         """Add what other ranks found for this rank's keys, one rank after the other: a sum whose
@@ -328,7 +327,8 @@ class _Backward:
 
 
 class _Sum:
-    """A sum over rows that starts as its first summand where that covers all of them."""
+    """A sum over rows that starts as its first summand where that covers all of them, and as the
+    first ones side by side where they do together."""
 
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
         self.rows, self.dtype = rows, dtype
@@ -339,7 +339,8 @@ class _Sum:
         if self._held is not None:
             rows.add(self._held, values)
         elif rows.slices == ((0, self.rows),):
-            self._hold(values.to(self.dtype))
+            self._held = values.to(self.dtype)
+            self._place(self._held, Rows.add)
         else:
             self._waiting.append((rows, values))
 
@@ -348,13 +349,21 @@ class _Sum:
         then on, where given."""
         self.dtype = dtype or self.dtype
         if self._held is None:
-            self._hold(torch.zeros(like.shape, dtype=self.dtype, device=like.device))
-        assert self._held is not None
+            tiled = self._tiled()
+            self._held = (like.new_empty if tiled else like.new_zeros)(
+                like.shape, dtype=self.dtype
+            )
+            self._place(self._held, Rows.put if tiled else Rows.add)
         self._held = self._held.to(self.dtype)
         return self._held
 
-    def _hold(self, values: Tensor) -> None:
-        self._held = values
+    def _tiled(self) -> bool:
+        """What waits covers every row once."""
+        slices = sorted(piece for rows, _ in self._waiting for piece in rows.slices)
+        ends = [0, *(end for _, end in slices)]
+        return [begin for begin, _ in slices] == ends[:-1] and ends[-1] == self.rows
+
+    def _place(self, held: Tensor, how: Callable[[Rows, Tensor, Tensor], None]) -> None:
         for some, before in self._waiting:
-            some.add(values, before)
+            how(some, held, before)
         self._waiting.clear()

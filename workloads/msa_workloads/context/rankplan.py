@@ -10,7 +10,7 @@ arithmetic on the layout, the documents and the pattern.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -30,6 +30,8 @@ Fuse = Literal["auto", "always", "never", "whole"]
 
 MAX_SLICES = 4
 """Stretches of rows that are computed one by one, as views; more are gathered into one copy."""
+MAX_PIECES = 16
+"""Stretches of keys that are copied one by one, each as fast as memory is; more go by an index."""
 FREE_SHARE = 0.5
 """With ``fuse="auto"`` queries wait for all their keys when at least this share of the rank's
 rows needs no remote key: computing those hides the exchange already."""
@@ -103,6 +105,16 @@ class Rows:
         return self._kept[device]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a pass's keys: its place among them, and which rows it is, of the rank's own or
+    of those that the stage brings."""
+
+    at: slice
+    remote: bool
+    rows: tuple[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Pass:
     """One call of the engine: some of the rank's queries on local keys, remote keys or both.
@@ -118,19 +130,54 @@ class Pass:
     keys: Runs
     order: Rows | None = None
 
-    def gather(self, local: torch.Tensor, remote: torch.Tensor) -> torch.Tensor:
-        """Rows of the pass's keys (B, local + remote, ...), in its order; one copy."""
-        if self.order is None:
-            return torch.cat([local, remote], 1)
-        if len(self.order.slices) > MAX_SLICES:
-            return self.order.take(torch.cat([local, remote], 1))
-        here, pieces = local.shape[1], []
-        for begin, end in self.order.slices:
-            if begin < here:
-                pieces.append(local[:, begin : min(end, here)])
-            if end > here:
-                pieces.append(remote[:, max(begin, here) - here : end - here])
-        return torch.cat(pieces, 1)
+    @functools.cached_property
+    def by_index(self) -> bool:
+        """Keys are rearranged, and in too many stretches to copy them one by one."""
+        return self.order is not None and len(self.order.slices) > MAX_PIECES
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """In the order of the pass, or of ``local`` and ``remote`` where that is by index."""
+        begin, end = self.local
+        here, at, found = end - begin, 0, []
+        order = None if self.by_index else self.order
+        for first, last in ((0, self.keys.rows),) if order is None else order.slices:
+            for low, high, remote in (
+                (first, min(last, here), False), (max(first, here), last, True),
+            ):  # fmt: skip
+                if low < high:
+                    shift = -here if remote else begin
+                    place = slice(at, at + high - low)
+                    found.append(Piece(place, remote, (low + shift, high + shift)))
+                    at = place.stop
+        return tuple(found)
+
+    def gather(
+        self, k: torch.Tensor, v: torch.Tensor, remote: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pass's keys and values (B, rows, heads, D) in its order, from the rank's own and
+        those that arrived, (B, received, 2, heads, D)."""
+        made = k.new_empty((2, k.shape[0], self.keys.rows, *k.shape[2:]))
+        for piece in self.pieces:
+            rows, place = slice(*piece.rows), made[:, :, piece.at]
+            if piece.remote:
+                place.copy_(remote[:, rows].movedim(2, 0))
+            else:
+                place[0].copy_(k[:, rows])
+                place[1].copy_(v[:, rows])
+        if self.by_index:
+            assert self.order is not None
+            made = self.order.take(made, 2)
+        return made[0], made[1]
+
+    def parts(self, grad: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Stretches of a gradient of the pass's keys (B, rows, ...), and whose rows they are."""
+        if self.by_index:
+            assert self.order is not None
+            arranged, grad = grad, torch.empty_like(grad)
+            self.order.put(grad, arranged)
+        for piece in self.pieces:
+            yield piece, grad[:, piece.at]
 
 
 @dataclass(frozen=True, eq=False)
