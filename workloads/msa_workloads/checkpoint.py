@@ -210,7 +210,8 @@ class Checkpointer:
         """Restore model, optimizer and random state in place; returns the history of metrics.
 
         On another number of ranks, a rank without a saved random state gets one that depends on
-        the seed, the step and its rank. Raises :class:`CheckpointError` for a model that stores
+        the seed, the step and its rank. The optimizer keeps its own rates, betas and decay, which
+        a run may change when it goes on. Raises :class:`CheckpointError` for a model that stores
         its heads in another order than the checkpoint does.
         """
         if marker.orders != model.head_orders:
@@ -222,10 +223,13 @@ class Checkpointer:
             states, optimizers = get_state_dict(model, optimizer)
             state = {"model": states, "optimizer": optimizers}
             dcp.load(state, storage_reader=self.store.reader(marker.folder))
+            said = [_without_parameters(group) for group in optimizer.param_groups]
             set_state_dict(
                 model, optimizer,
                 model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             )  # fmt: skip
+            for group, values in zip(optimizer.param_groups, said, strict=True):
+                group.update(values)
             rank = dist.get_rank()
             if _rng_name(rank) in marker.files:
                 raw = self.store.read(f"{marker.folder}/{_rng_name(rank)}")
@@ -275,6 +279,11 @@ def _read_marker(store: Store, folder: str) -> Marker | None:
     sizes = store.sizes(folder)
     whole = all(sizes.get(name) == size for name, size in marker.files.items())
     return marker if whole and marker.folder == folder else None
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What the spec and the device say of a group, which is not for a checkpoint to say."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _rng_name(rank: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ def split(index: Index, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Corpus:
-    """Tokens of any document of an index, with a bounded cache."""
+    """Tokens of any document of an index, with a bounded cache; for several threads, since a step
+    is read ahead while held-out documents are."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, text_field: str, index: Index):
         self.index = index
@@ -105,6 +107,7 @@ class Corpus:
         self._text_field = text_field
         self._cache: OrderedDict[int, np.ndarray] = OrderedDict()
         self._cached = 0
+        self._lock = threading.Lock()
 
     def text(self, document: int) -> bytes:
         """The whole text of a document, UTF-8 for ``.jsonl`` and as it is for ``.txt``."""
@@ -118,11 +121,16 @@ class Corpus:
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids ``start:stop`` of a document, int32 of shape (stop - start,)."""
-        if document in self._cache:
-            self._cache.move_to_end(document)
-            return self._cache[document][start:stop]
         if self._by_range(document):
             return self._range(document, start, stop)
+        # Hugging Face's tokenizers are not for two threads either ("Already borrowed").
+        with self._lock:
+            return self._whole(document)[start:stop]
+
+    def _whole(self, document: int) -> np.ndarray:
+        if document in self._cache:
+            self._cache.move_to_end(document)
+            return self._cache[document]
         ids = self.tokenizer.encode(self.text(document))
         if len(ids) != self.index.tokens[document]:
             name = self.index.entries[self.index.entry[document]].name
@@ -135,7 +143,7 @@ class Corpus:
         while self._cached > CACHE_TOKENS and len(self._cache) > 1:
             _, dropped = self._cache.popitem(last=False)
             self._cached -= len(dropped)
-        return ids[start:stop]
+        return ids
 
     def _by_range(self, document: int) -> bool:
         row = self.index

@@ -8,6 +8,7 @@ nor the start of its documents.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -44,6 +45,8 @@ class Split:
     options: Options
     device: torch.device
     _kept: dict[Packing, ContextPlan] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Evaluation splits its batches while the next step is read ahead."""
 
     def batch(self, whole: Batch) -> Batch:
         """This rank's rows of a batch, with the attention that spans all ranks' rows."""
@@ -61,13 +64,14 @@ class Split:
 
     def plan(self, documents: Packing) -> ContextPlan:
         """The plan of sequences of these documents, with what every pattern computes."""
-        if documents not in self._kept:
-            while len(self._kept) >= PLANS_KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            layout = self.home.of(documents)
-            self._kept[documents] = ContextPlan(layout, documents, self.rank // self.heads)
-            self._prepare(self._kept[documents])
-        return self._kept[documents]
+        with self._lock:
+            if documents not in self._kept:
+                while len(self._kept) >= PLANS_KEPT:
+                    self._kept.pop(next(iter(self._kept)))
+                layout = self.home.of(documents)
+                self._kept[documents] = ContextPlan(layout, documents, self.rank // self.heads)
+                self._prepare(self._kept[documents])
+            return self._kept[documents]
 
     def _prepare(self, plan: ContextPlan) -> None:
         wanted = [self.options]
