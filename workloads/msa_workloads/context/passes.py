@@ -16,7 +16,7 @@ from msa_kernels.pattern import Pattern
 from msa_kernels.plan import TileKernel
 from torch import Tensor
 
-from msa_workloads.context.exchange import Method, Pending, exchange
+from msa_workloads.context.exchange import Method, Pending, copy, exchange
 from msa_workloads.context.rankplan import Pass, RankPlan, Rows, Stage
 
 _handles = itertools.count(1)
@@ -310,10 +310,7 @@ class _Backward:
                     continue
                 assert remote is not None
                 place = remote[slice(*piece.rows), :, n].transpose(0, 1)
-                if alone:
-                    place.copy_(part)
-                else:
-                    place.add_(part)
+                copy(place, part) if alone else place.add_(part)
 
     def _collect(self, stage: Stage, rows: Tensor) -> None:
         """Add what other ranks found for this rank's keys, one rank after the other: a sum whose

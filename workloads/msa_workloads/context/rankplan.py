@@ -22,7 +22,7 @@ from msa_kernels.rules import Rule
 from numpy.typing import NDArray
 
 from msa_workloads.context.commplan import CommPlan
-from msa_workloads.context.exchange import Method
+from msa_workloads.context.exchange import Method, copy
 from msa_workloads.context.intervals import Bounds, Ints, in_documents
 from msa_workloads.context.reach import keys_seen, queries_seeing
 
@@ -161,7 +161,7 @@ class Pass:
         for piece in self.pieces:
             rows, place = slice(*piece.rows), made[:, :, piece.at]
             if piece.remote:
-                place.copy_(remote[:, rows].movedim(2, 0))
+                copy(place, remote[:, rows].movedim(2, 0))
             else:
                 place[0].copy_(k[:, rows])
                 place[1].copy_(v[:, rows])

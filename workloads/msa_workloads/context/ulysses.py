@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msa_workloads.context.exchange import count
+from msa_workloads.context.exchange import count, words
 from msa_workloads.heads import HeadsError, HeadSplit, valid_degrees
 
 __all__ = ["HeadSplit", "HeadsError", "heads_to_sequence", "sequence_to_heads", "valid_degrees"]
@@ -70,14 +70,14 @@ class _ToSequence(torch.autograd.Function):
 
 def _scatter_heads(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
-    pieces = rows.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
-    return _all_to_all(pieces, group).transpose(0, 1).flatten(1, 2)
+    pieces = words(rows).unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return _all_to_all(pieces, group).transpose(0, 1).flatten(1, 2).view(rows.dtype)
 
 
 def _gather_heads(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
-    pieces = rows.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    return _all_to_all(pieces, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    pieces = words(rows).unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    return _all_to_all(pieces, group).permute(1, 2, 0, 3, 4).flatten(2, 3).view(rows.dtype)
 
 
 def _all_to_all(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
