@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from msa_kernels.pattern import Window
-from msa_workloads.parallel.collective import on_rank_zero
+from msa_workloads.parallel.collective import meet, on_rank_zero
+from msa_workloads.parallel.mesh import build_mesh, join_world
+from msa_workloads.runspec import MeshSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_ranks import on_forks
@@ -62,3 +65,28 @@ def test_results_and_errors_reach_every_rank_whatever_they_are():
     assert texts[3].startswith("HereOnlyError: local")
     assert texts[4].startswith("OSError: <unlocked _thread.lock object")
     assert texts[6] == "[0, 7]"
+
+
+def late() -> tuple[list[int], list[int]]:
+    """Rank 0 works alone, and then rank 1 comes late, for longer than any collective may wait;
+    then the seeds of this rank's draws on meshes of two."""
+    patience = timedelta(seconds=2)
+    dist.init_process_group("gloo", timeout=patience)
+    longer = 1.5 * patience.total_seconds()
+    found = on_rank_zero(lambda: threading.Event().wait(longer) or 7)
+    if dist.get_rank() == 1:
+        threading.Event().wait(longer)
+    meet()
+    every: list[int] = [0, 0]
+    dist.all_gather_object(every, found)
+    splits = (MeshSpec(data_replicate=2), MeshSpec(context=2), MeshSpec(tensor=2))
+    return every, [build_mesh(some, join_world("cpu")).own_seed(3) for some in splits]
+
+
+def test_ranks_wait_longer_for_one_that_works_alone_than_for_a_collective():
+    (every, seeds), (same, others) = on_forks(late, 2)
+    assert every == same == [7, 7]
+    # Ranks with tokens of their own drop out others; tensor ranks share theirs.
+    assert [mine == theirs for mine, theirs in zip(seeds, others, strict=True)] == [
+        False, False, True,
+    ]  # fmt: skip

@@ -38,7 +38,7 @@ from msa_workloads.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from msa_workloads.parallel.collective import on_rank_zero, sum_over_ranks
+from msa_workloads.parallel.collective import meet, on_rank_zero, sum_over_ranks
 from msa_workloads.parallel.fsdp import reduce_on_last
 from msa_workloads.parallel.mesh import Mesh, World, build_mesh, check_supported, join_world
 from msa_workloads.parallel.watch import Watch
@@ -92,7 +92,7 @@ def run(spec: RunSpec, sink: Sink, control: Control = ALONE) -> dict[str, Any]:
 def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str, Any]:
     started = time.time()
     mesh = build_mesh(spec.mesh, world, heads=spec.context.heads)
-    torch.manual_seed(spec.training.seed)
+    torch.manual_seed(mesh.own_seed(spec.training.seed))
 
     data = open_data(spec)
     # FSDP also keeps fp32 master weights beside bf16 compute, so bf16 uses it on one rank too.
@@ -107,6 +107,7 @@ def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str,
         spec, vocabulary, mesh if sharded else None, world.device,
         orders=marker.orders if marker else None,
     )  # fmt: skip
+    meet()  # each machine fetches the weights of a source by itself
     optimizer = build_optimizer(model, spec.training, spec.memory)
     layers = effective_patterns(spec, model)
     split, account = context_split(

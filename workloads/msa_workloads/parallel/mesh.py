@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msa_workloads.heads import HeadsError, check_tensor
+from msa_workloads.permutation import key
 from msa_workloads.runspec import MeshSpec, RunSpec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -143,6 +144,10 @@ class Mesh:
     def owns_samples(self) -> bool:
         """This rank speaks for its samples: the first of the ranks that read the same ones."""
         return self.owns_tokens and self.at[MeshAxisName.CP] == 0
+
+    def own_seed(self, seed: int) -> int:
+        """Of what this rank draws in training: ranks with tokens of their own drop out others."""
+        return key(seed, self.data_rank, self.at[MeshAxisName.CP])
 
 
 def check_supported(spec: RunSpec) -> None:
