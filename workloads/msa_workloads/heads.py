@@ -78,6 +78,18 @@ def check_tensor(config: Mapping[str, Any], degree: int) -> None:
         )
 
 
+def check_members(pattern: Pattern, kv_heads: int) -> None:
+    """Raise :class:`HeadsError` where a PerHead has members that no key/value head would use."""
+    members = len(pattern.members) if isinstance(pattern, PerHead) else 1
+    if members > kv_heads:
+        unused = members - kv_heads
+        raise HeadsError(
+            f"found {members} members for {kv_heads} key/value head{'s' * (kv_heads > 1)}: the "
+            f"last {unused} of them would never be used; at most {kv_heads} member"
+            f"{'s' * (kv_heads > 1)}, or a Union of them for every head"
+        )
+
+
 def nearest(degree: int, valid: list[int]) -> int:
     """The valid degree closest to ``degree``, the smaller of two."""
     return min(valid, key=lambda n: (abs(n - degree), n))

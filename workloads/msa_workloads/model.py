@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import zlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from msa_kernels.pattern import Dense, Pattern, PatternError, from_dict
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from msa_workloads.data import Batch
-from msa_workloads.heads import HeadsError, Order, stored, stored_orders
+from msa_workloads.heads import HeadsError, Order, check_members, stored, stored_orders
+from msa_workloads.initial import make_real, stored_names
 from msa_workloads.loss import (
     chunked_linear_loss,
     chunked_token_losses,
@@ -32,14 +32,11 @@ from msa_workloads.parallel import activation, vocab
 from msa_workloads.parallel.fsdp import shard_module, sum_gradients
 from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.parallel.tensor import parallelize
-from msa_workloads.permutation import key
 from msa_workloads.runspec import AttentionSpec, RunSpec
-from msa_workloads.weights import Weights, in_stored_order, open_weights, reorder_heads
+from msa_workloads.stand_ins import logits_are_a_product
+from msa_workloads.weights import open_weights, reorder_heads
 
 log = logging.getLogger(__name__)
-
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields by which a model changes its logits; the chunked loss would leave them out."""
 
 
 class LanguageModel(nn.Module):
@@ -59,15 +56,14 @@ class LanguageModel(nn.Module):
         """The order in which a layer stores its key/value heads, where it is not the model's."""
         self.activations: activation.Activations | None = None
         if loss_chunk and not split:
+            if not logits_are_a_product(model):
+                raise UnsupportedError(
+                    f"memory.loss_chunk: {type(model).__name__} does more to its logits than one "
+                    "product of the last hidden states (a cap or a scale), which the chunked loss "
+                    "would leave out; use loss_chunk: 0"
+                )
             head = model.get_output_embeddings()
             head.forward = functools.partial(_use_head, head, head.forward)
-        if loss_chunk:
-            for name in LOGIT_TRANSFORMS:
-                if getattr(model.config, name, None) not in (None, 1, 1.0):
-                    raise UnsupportedError(
-                        f"memory.loss_chunk: this model sets {name}, which the chunked loss does "
-                        "not apply; use loss_chunk: 0"
-                    )
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -120,12 +116,18 @@ def _use_head(
     return product(hidden) if use is None else use(hidden, head)
 
 
-def layer_patterns(attention: AttentionSpec, layers: int) -> list[Pattern]:
-    """One pattern per layer; raises :class:`UnsupportedError` for a layer that does not exist."""
+def layer_patterns(
+    attention: AttentionSpec, layers: int, kv_heads: int | None = None
+) -> list[Pattern]:  # fmt: skip
+    """One pattern per layer; raises :class:`UnsupportedError` for a layer that does not exist, and
+    for more patterns than ``kv_heads`` where that is known."""
     try:
         pattern = from_dict(attention.pattern)
+        check_members(pattern, kv_heads or sys.maxsize)
     except PatternError as error:
         raise UnsupportedError(f"attention.pattern.{error}") from None
+    except HeadsError as error:
+        raise UnsupportedError(f"attention.pattern.members: {error}") from None
     for layer in attention.dense_layers:
         if not 0 <= layer < layers:
             raise UnsupportedError(
@@ -159,7 +161,7 @@ def build_model(
     if spec.model.source is not None:
         place = spec.model.source.removeprefix("hf://")
         weights = open_weights(place)
-        if weights is None or weights.missing(name for name, _ in inner.named_parameters()):
+        if weights is None or weights.missing(stored_names(inner)):
             log.info("%s: not safetensors by the modules' names; read whole on every rank", place)
             weights = None
             inner = _causal_lm().from_pretrained(
@@ -167,7 +169,8 @@ def build_model(
             )
     if orders is None:
         orders = _first_orders(spec, inner)
-    patterns = layer_patterns(spec.attention, config.get_text_config().num_hidden_layers)
+    layers = config.get_text_config().num_hidden_layers
+    patterns = layer_patterns(spec.attention, layers, _heads(config)[1])
     kept = [stored(pattern, orders.get(layer)) for layer, pattern in enumerate(patterns)]
     hf.set_patterns(inner, kept, backend=spec.attention.backend)
     reorder_heads(inner, orders)
@@ -188,7 +191,7 @@ def build_model(
     model.train()
     names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
     for layer in model.layers:
-        _make_real(model, layer, names, spec.training.seed, torch.device(make_on), weights)
+        make_real(model, layer, names, spec.training.seed, torch.device(make_on), weights)
         if mesh is not None:
             shard_module(layer, mesh, spec.training.precision)
     head = inner.get_output_embeddings()
@@ -196,9 +199,9 @@ def build_model(
     if mesh is not None and spec.memory.loss_chunk and not (split or tied):
         # By itself its gradient travels while those of the layers are computed. It is used once
         # each way, right after another, and stays whole in between.
-        _make_real(model, head, names, spec.training.seed, torch.device(make_on), weights)
+        make_real(model, head, names, spec.training.seed, torch.device(make_on), weights)
         shard_module(head, mesh, spec.training.precision, reshard=False)
-    _make_real(model, model, names, spec.training.seed, torch.device(make_on), weights)
+    make_real(model, model, names, spec.training.seed, torch.device(make_on), weights)
     if mesh is not None:
         shard_module(model, mesh, spec.training.precision)
         sum_gradients(model.modules())
@@ -293,57 +296,3 @@ def _with_last_position(forward: Callable[..., Any], length: int) -> Callable[..
         return cos[..., :-1, :], sin[..., :-1, :]
 
     return extended
-
-
-@torch.no_grad()
-def _make_real(
-    model: LanguageModel, root: nn.Module, names: dict[nn.Module, str], seed: int,
-    device: torch.device, weights: Weights | None,
-) -> None:  # fmt: skip
-    """Give every meta tensor below ``root`` storage and its initial value.
-
-    Values are those of ``weights``, where there are any, and otherwise drawn. ``names`` are those
-    that modules had before anything wrapped them: values follow them. A tensor that two modules
-    share (tied embeddings) stays shared; one that is split over tensor ranks is made whole, its
-    heads are put in the order that the layer stores, and its part is kept; modules that are real
-    already are left alone.
-    """
-    made: dict[int, nn.Parameter] = {}
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in root.modules():
-        own = {**module._parameters, **module._buffers}
-        fresh = {n: t for n, t in own.items() if t is not None and t.is_meta}
-        if not fresh:
-            continue
-        for field, tensor in fresh.items():
-            if isinstance(tensor, nn.Parameter):
-                if id(tensor) not in made:
-                    real = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-                    made[id(tensor)] = nn.Parameter(real, tensor.requires_grad)
-                module._parameters[field] = made[id(tensor)]
-                places.append((module, field, tensor))
-            else:
-                module._buffers[field] = torch.empty_like(tensor, device=device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else ()):
-            torch.manual_seed(key(seed, zlib.crc32(names[module].encode())))
-            model.model._init_weights(module)
-    parts: dict[int, nn.Parameter] = {}
-    for module, field, tensor in places:
-        if id(tensor) not in parts:
-            whole = made.pop(id(tensor))
-            name = f"{names[module]}.{field}".removeprefix("model.")
-            if weights is not None:
-                weights.copy(name, whole)
-            whole.copy_(in_stored_order(name, whole, model.head_orders))
-            parts[id(tensor)] = _like(whole, tensor)
-        module._parameters[field] = parts[id(tensor)]
-
-
-def _like(whole: nn.Parameter, meta: torch.Tensor) -> nn.Parameter:
-    """This rank's part of ``whole``, split as ``meta`` is; the same numbers on every rank."""
-    if not isinstance(meta, DTensor):
-        return whole
-    part = distribute_tensor(
-        whole.detach(), meta.device_mesh, meta.placements, src_data_rank=None
-    )  # fmt: skip
-    return nn.Parameter(part, whole.requires_grad)

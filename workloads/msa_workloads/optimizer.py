@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from msa_workloads.parallel.states import RestingAdamW
+from msa_workloads.parallel.matmul import scaled_
+from msa_workloads.parallel.states import RestingAdamW, local
 from msa_workloads.runspec import MemorySpec, TrainingSpec
 
 
@@ -70,10 +71,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def clip_gradients(model: nn.Module, limit: float) -> float:
     """Scale gradients so that their global norm is at most ``limit``; returns the norm before.
 
-    The norm runs over all ranks' shards. A ``limit`` of 0 only measures.
+    The norm runs over all ranks' shards. It and the factor are fp32 for bf16 gradients too: a
+    rounded factor would bias all of them alike. A ``limit`` of 0 only measures.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit if limit > 0 else math.inf)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = _norm(grads)
+    if limit > 0:
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            scaled_(local(grad), factor)
     return float(norm)
+
+
+@torch.no_grad()
+def _norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Norm over all of ``grads`` and all ranks, a scalar of fp32 at least."""
+    if not grads:
+        return torch.zeros(())
+    norms = []
+    for grad in grads:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        norms.append(torch.linalg.vector_norm(grad, dtype=wide))
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    return total.full_tensor() if isinstance(total, DTensor) else total

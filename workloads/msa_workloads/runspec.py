@@ -8,7 +8,9 @@ standard library, so the control plane can build one without torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -201,6 +203,43 @@ class RunSpec:
                 f"version: found {raw.get('version')!r}, this program reads {VERSION}"
             )
         return _build(cls, raw, "")
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "sequence.length": (1, math.inf),
+    "sequence.micro_batch": (1, math.inf),
+    "sequence.accumulation": (1, math.inf),
+    "data.holdout_fraction": (0, 1),
+    "training.max_steps": (0, math.inf),
+    "training.learning_rate": (0, math.inf),
+    "training.min_learning_rate_ratio": (0, 1),
+    "training.warmup_steps": (0, math.inf),
+    "training.weight_decay": (0, math.inf),
+    "training.beta1": (0, 1),
+    "training.beta2": (0, 1),
+    "training.clip_norm": (0, math.inf),
+    "training.evaluate_every": (0, math.inf),
+    "training.evaluate_sequences": (0, math.inf),
+    "checkpoint.every_steps": (0, math.inf),
+    "checkpoint.keep": (1, math.inf),
+    "recovery.max_restarts": (0, math.inf),
+    "threads": (0, math.inf),
+    **dict.fromkeys(
+        (f"mesh.{axis}" for axis in ("data_replicate", "data_shard", "context", "tensor")),
+        (1, math.inf),
+    ),
+}
+"""Least and greatest value of numbers, by path. A step of no micro-batches, for one, would train
+on nothing and say that it is done."""
+
+
+def check_values(spec: RunSpec) -> None:
+    """Raise :class:`RunSpecError` for a number that means nothing; NaN is in no range."""
+    for path, (least, greatest) in LIMITS.items():
+        found: Any = functools.reduce(getattr, path.split("."), spec)
+        if not (least <= found <= greatest and math.isfinite(found)):
+            most = f" and at most {greatest:g}" if greatest < math.inf else ""
+            raise RunSpecError(f"{path}: found {found}, must be at least {least:g}{most}")
 
 
 def _build(kind: type, raw: object, path: str) -> Any:

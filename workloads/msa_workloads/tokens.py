@@ -65,7 +65,8 @@ class HubTokenizer:
                 f"tokenizer {name!r} has no end-of-sequence token, which separates documents"
             )
         self.name = name
-        self.vocabulary = len(tokenizer)
+        # Ids may leave gaps: what counts is the largest, not how many there are.
+        self.vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
         self.pad = (
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         )

@@ -52,13 +52,13 @@ class Sum:
 
 
 def scaled_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """A contiguous tensor times a scalar tensor, in its memory, multiplied in fp32 at least.
+    """A tensor times a scalar tensor, in its memory, multiplied in fp32 at least.
 
     A product in bf16 would round the factor first, which biases all entries alike.
     """
     if tensor.dtype.itemsize >= 4:
         return tensor.mul_(factor)
-    for piece in tensor.view(-1).split(PIECE):
+    for piece in tensor.view(-1).split(PIECE) if tensor.is_contiguous() else (tensor,):
         piece.copy_(piece.float().mul_(factor))
     return tensor
 

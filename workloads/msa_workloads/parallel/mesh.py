@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msa_workloads.heads import HeadsError, check_tensor
 from msa_workloads.permutation import key
-from msa_workloads.runspec import MeshSpec, RunSpec
+from msa_workloads.runspec import MeshSpec, RunSpec, RunSpecError, check_values
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A collective that waits longer has lost a peer; above any step or checkpoint seen so far."""
@@ -153,12 +153,11 @@ class Mesh:
 def check_supported(spec: RunSpec) -> None:
     """Raise :class:`UnsupportedError` for what a RunSpec can say and no mesh or this release can
     do; before anything starts."""
-    mesh = spec.mesh
-    for field in ("data_replicate", "data_shard", "context", "tensor"):
-        if (degree := getattr(mesh, field)) < 1:
-            raise UnsupportedError(f"mesh.{field}: found {degree}, must be at least 1")
     try:
-        check_tensor(spec.model.config, mesh.tensor)
+        check_values(spec)
+        check_tensor(spec.model.config, spec.mesh.tensor)
+    except RunSpecError as error:
+        raise UnsupportedError(str(error)) from None
     except HeadsError as error:
         raise UnsupportedError(f"mesh.tensor: {error}") from None
     # Here, because what they check is built on this module.

@@ -20,25 +20,26 @@ from msa_workloads.parallel import elementwise
 from msa_workloads.parallel.matmul import Sum
 from msa_workloads.parallel.mesh import UnsupportedError
 from msa_workloads.parallel.rows import own_part, scatter_rows
-
-PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+from msa_workloads.stand_ins import GATED, is_gated
 
 
 def tile_mlps(layers: nn.ModuleList, tile: int, *, compile_steps: bool) -> None:
-    """Make every layer's MLP run over tiles of ``tile`` tokens (0: one tile).
+    """Make every layer's MLP run over tiles of ``tile`` tokens.
 
-    Raises :class:`~msa_workloads.parallel.mesh.UnsupportedError` for a layer whose MLP is not
+    With a ``tile`` of 0 gated MLPs run over one tile, and others are left as they are. Otherwise
+    raises :class:`~msa_workloads.parallel.mesh.UnsupportedError` for a layer whose MLP is not
     ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
     """
     for number, layer in enumerate(layers):
         mlp = getattr(layer, "mlp", None)
-        if mlp is None or not all(hasattr(mlp, part) for part in PARTS):
+        if mlp is not None and is_gated(mlp):
+            mlp.forward = TiledMlp(mlp, tile, compile_steps)
+        elif tile:
             kind = type(mlp).__name__ if mlp is not None else type(layer).__name__
             raise UnsupportedError(
                 f"memory.mlp_chunk: layer {number} has {kind}, which is not a gated MLP of "
-                f"{', '.join(PARTS)}; use mlp_chunk: 0"
+                f"{', '.join(GATED)} and nothing else; use mlp_chunk: 0"
             )
-        mlp.forward = TiledMlp(mlp, tile, compile_steps)
 
 
 class TiledMlp:
@@ -53,7 +54,7 @@ class TiledMlp:
             self.gate_backward = elementwise.compiled(self.gate_backward)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        projections = [getattr(self.mlp, name) for name in PARTS[:3]]
+        projections = [getattr(self.mlp, name) for name in GATED[:3]]
         down = projections[2].weight
         # Each tensor rank computes its part of the inner size for all rows, and keeps its slice
         # of the sum of all parts.
