@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--window", type=int, default=8192, help="0 is dense")
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--backend", default="triton", help="flash-attn-4 holds fp32 copies of dQ")
+    parser.add_argument("--backend", help="triton on a GPU: flash-attn-4 holds fp32 copies of dQ")
     parser.add_argument("--loss-chunk", type=int, default=8192)
     parser.add_argument("--mlp-chunk", type=int, default=16384)
     parser.add_argument("--gpu-gib", type=float, default=131.0)
@@ -141,6 +141,7 @@ def main() -> int:
     rows = Rows(a.out)
     cuda = torch.cuda.is_available() and not a.tiny
     world = join_world("gpu" if cuda else "cpu")
+    a.backend = a.backend or ("triton" if cuda else "auto")
     _leave_after(a.seconds, rows)
     shape = replace(TINY, layers=6) if a.tiny else Shape(layers=a.layers)
     rows.add("environment", **environment(), gpus=world.size)
