@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -31,6 +27,7 @@ from msa_workloads.runspec import (
 # pytest imports test files by path and adds none by itself.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from forked_ranks import errors, forked, results
 from ray_head import ray_head  # noqa: F401
 
 DEADLINE = 400.0
@@ -106,29 +103,13 @@ def poll() -> Callable[[Callable[[], Any], str], Any]:
     return wait
 
 
-# The result is what a rank is judged by: threads of PyTorch that are still joining when the
-# interpreter goes away have aborted a finished rank ("terminate called without an active
-# exception"), so it leaves without tearing them down.
-_CHILD = """
-import json, os, pickle, runpy, sys
-path, function, arguments, result = sys.argv[1:]
-value = runpy.run_path(path)[function](**json.loads(arguments))
-with open(result, "wb") as file:
-    pickle.dump(value, file)
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)
-"""
-
-
 @pytest.fixture
-def on_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., list[Any]]:
+def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """Call a function of the test's own module on real ranks, one process each.
 
-    The processes have torchrun's environment; arguments travel as JSON, results as pickle. With
-    ``check=False`` the exit codes and stderr are returned instead.
+    The processes have torchrun's environment. With ``check=False`` the exit codes and stderr are
+    returned instead of the results.
     """
-
     from torch.distributed import TCPStore
 
     def call(function: Callable[..., Any], ranks: int, *, check: bool = True, **arguments: Any):
@@ -136,30 +117,16 @@ def on_ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., li
         folder.mkdir()
         # Hosted here on a port that the system picks, so that no other process can take it.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        children = []
-        for rank in range(ranks):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [
-                sys.executable, "-c", _CHILD, str(request.path), function.__name__,
-                json.dumps(arguments), str(folder / f"{rank}.pickle"),
-            ]  # fmt: skip
-            with (folder / f"{rank}.err").open("wb") as errors:
-                children.append(subprocess.Popen(command, env=environment, stderr=errors))
-        codes = [child.wait(DEADLINE) for child in children]
-        errors = [(folder / f"{rank}.err").read_text() for rank in range(ranks)]
+        codes = forked(
+            function, ranks, folder, (), arguments, ends_others=False,
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )  # fmt: skip
+        said = errors(folder, ranks)
         if not check:
-            return list(zip(codes, errors, strict=True))
-        assert codes == [0] * ranks, "\n".join(errors)
-        return [pickle.loads((folder / f"{n}.pickle").read_bytes()) for n in range(ranks)]
+            return list(zip(codes, said, strict=True))
+        assert codes == [0] * ranks, "\n".join(said)
+        return results(folder, ranks)
 
     return call
 

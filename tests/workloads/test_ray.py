@@ -97,12 +97,16 @@ class Driver:
 
     def reaches(self, rows: int, poll: Poll) -> None:
         """Wait until that many steps are on record."""
+        self.alive(lambda: len(self.rows()) >= rows, f"{rows} steps", poll)
 
-        def there() -> bool:
+    def alive(self, condition: Callable[[], Any], what: str, poll: Poll) -> None:
+        """Wait for a condition for as long as the driver lives."""
+
+        def there() -> Any:
             assert self.process.poll() is None, self.text
-            return len(self.rows()) >= rows
+            return condition()
 
-        poll(there, f"{rows} steps")
+        poll(there, what)
 
     def ends(self, poll: Poll) -> int:
         poll(lambda: self.process.poll() is not None, f"end of the driver:\n{self.text}")
@@ -260,16 +264,16 @@ def test_ctrl_c_and_a_failing_rank(
     assert all(ip.removeprefix("::ffff:") == "127.0.0.1" for ip in listening), listening
     family = driver.process.children(recursive=True)
     driver.process.send_signal(signal.SIGINT)
-    assert driver.ends(poll) == 130
+    assert driver.ends(poll) == 130, driver.text
     poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
     assert not list(driver.scratch.glob("msa-ray-*"))
 
     # The same for a service manager's way to ask, while the workers are still starting.
     ended = drive(ray_spec("ended", training=LONG))
-    poll(ended.workers, "the workers start")
+    ended.alive(ended.workers, "the workers start", poll)
     family = ended.process.children(recursive=True)
     ended.process.send_signal(signal.SIGTERM)
-    assert ended.ends(poll) == 130
+    assert ended.ends(poll) == 130, ended.text
     assert "SIGTERM" not in ended.text
     poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
 
@@ -277,11 +281,11 @@ def test_ctrl_c_and_a_failing_rank(
     spec = ray_spec("broken", recovery={"owner": "none"})
     (Path(spec.output) / "logs" / "rank-1.log").mkdir(parents=True)
     failing = drive(spec)
-    assert failing.ends(poll) == 1
+    assert failing.ends(poll) == 1, failing.text
     assert "rank 1" in failing.text
     assert "IsADirectoryError" in failing.text
     bad = drive(ray_spec("bad", attention={"dense_layers": (9,)}))
-    assert bad.ends(poll) == 2
+    assert bad.ends(poll) == 2, bad.text
     assert "attention.dense_layers: found 9, allowed: 0 to 1" in bad.text
     assert "Traceback" not in bad.text
 
