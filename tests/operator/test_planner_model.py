@@ -73,3 +73,7 @@ def test_a_sliding_window_counts_only_where_the_model_uses_it():
     assert model_shape({**SMALL, "model_type": "qwen2", **window}).sliding_window is None
     used = {**window, "use_sliding_window": True}
     assert model_shape({**SMALL, "model_type": "qwen2", **used}).sliding_window == 128
+    # One that the config leaves out is transformers' own, as workers build it; null is none.
+    assert model_shape({**SMALL, "model_type": "mistral"}).sliding_window == 4096
+    none = {"model_type": "mistral", "sliding_window": None}
+    assert model_shape({**SMALL, **none}).sliding_window is None

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from msa_workloads.model import build_model
+from msa_workloads.data import Batch
+from msa_workloads.model import build_model, effective_patterns
 from msa_workloads.optimizer import clip_gradients
 from msa_workloads.parallel import activation
 from msa_workloads.parallel.mesh import UnsupportedError, check_supported
@@ -18,7 +19,7 @@ from msa_workloads.stand_ins import is_gated, logits_are_a_product
 from msa_workloads.tokens import open_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mesh_cases import VOCABULARY, Case
+from mesh_cases import PATTERNS, VOCABULARY, Case
 
 CPU = torch.device("cpu")
 
@@ -145,3 +146,31 @@ def test_patterns_that_no_head_would_use_are_refused():
     says = "members: found 3 members for 2 key/value heads: the last 1 of them would never be used"
     with pytest.raises(UnsupportedError, match=says):
         build_model(replace(spec, attention=attention), VOCABULARY, None, CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {"sliding_window": 9}),
+        ("mistral", {"sliding_window": 9}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+        ("qwen3", {}),
+        ("starcoder2", {"sliding_window": 9}),
+        ("phi3", {"sliding_window": 9}),
+        ("gemma3_text", {"sliding_window": 9}),
+    ],
+)
+def test_what_is_planned_is_what_layers_attend(kind: str, config: dict[str, Any]):
+    spec = spec_of(kind, **config)
+    spec = replace(spec, attention=replace(spec.attention, pattern=PATTERNS["per head"]))
+    model = build_model(spec, VOCABULARY, None, CPU)
+    seen = []
+
+    def attend(q: Any, k: Any, v: Any, pattern: Any, **_: Any) -> Any:
+        seen.append(pattern)
+        return q
+
+    rows = torch.arange(8)[None]
+    model(Batch(rows, rows, rows, torch.zeros_like(rows), attend=attend))  # type: ignore[arg-type]
+    assert effective_patterns(spec, model) == seen

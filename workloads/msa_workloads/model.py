@@ -33,7 +33,7 @@ from msa_workloads.parallel.fsdp import shard_module, sum_gradients
 from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.parallel.tensor import parallelize
 from msa_workloads.runspec import AttentionSpec, RunSpec
-from msa_workloads.stand_ins import logits_are_a_product
+from msa_workloads.stand_ins import logits_are_a_product, own_window
 from msa_workloads.weights import open_weights, reorder_heads
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ def effective_patterns(spec: RunSpec, model: nn.Module) -> list[Pattern]:
     from msa_kernels import hf
 
     layers = hf.attention_layers(model)
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    windows = [own_window(layer) for layer in layers]
     return [
         pattern.limited(window) if window else pattern
         for pattern, window in zip(

@@ -1,11 +1,13 @@
-"""What a model's own code computes, found by running it between parts that stand in for its own.
+"""What a model's own code computes, found in the code and not by the names of its kind.
 
-Some steps are computed by other code than the model's, which then must be the same function. Names
-of classes, parts or config fields do not tell: a list of them is never complete.
+Some steps are computed by other code than the model's, which then must be the same function: the
+model's own is run between parts that stand in for its own. A list of names (of classes, parts or
+config fields) is never complete.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -97,3 +99,16 @@ class _Output:
 
     def __getitem__(self, at: int) -> Tensor:
         return (self.last_hidden_state,)[at]
+
+
+def own_window(layer: Any) -> int | None:
+    """The sliding window that an attention layer's own code asks for.
+
+    Most layers hold theirs; some (Mistral's) read the config's each time, which those of other
+    models may have too and not use.
+    """
+    if hasattr(layer, "sliding_window"):
+        return layer.sliding_window or None
+    code = inspect.unwrap(type(layer).forward).__code__
+    reads = "sliding_window" in (*code.co_consts, *code.co_names)
+    return (getattr(layer.config, "sliding_window", None) or None) if reads else None

@@ -19,6 +19,9 @@ FAMILIES = {
     "qwen3": (False, True),
 }
 
+DEFAULT_WINDOW = 4096
+"""transformers' own for models with a sliding window whose config does not say how long."""
+
 
 class ModelError(ValueError):
     """A config from which no sizes follow. ``field`` is the config's field."""
@@ -136,7 +139,7 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
         output_bias=attention_bias and family in ("llama", "qwen3"),
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
         qk_norm=norm,
-        sliding_window=config.get("sliding_window") if windowed else None,
+        sliding_window=config.get("sliding_window", DEFAULT_WINDOW) if windowed else None,
     )
 
 
