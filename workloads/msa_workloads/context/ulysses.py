@@ -7,12 +7,15 @@ on the pattern.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from msa_workloads.context.exchange import count, words
 from msa_workloads.heads import HeadsError, HeadSplit, valid_degrees
+from msa_workloads.parallel.adjoint import linear
 
 __all__ = ["HeadSplit", "HeadsError", "heads_to_sequence", "sequence_to_heads", "valid_degrees"]
 
@@ -23,49 +26,22 @@ def sequence_to_heads(rows: Tensor, group: dist.ProcessGroup, copies: int = 1) -
     Rows of the ranks follow each other. With ``copies`` every head goes to that many ranks, and
     their gradients are summed in fp32.
     """
-    if copies == 1:
-        return _ToHeads.apply(rows, group)
-    return _ToHeads.apply(_Copies.apply(rows, copies), group)
+    if copies > 1:
+        rows = linear(
+            rows, lambda some: some.repeat_interleave(copies, 2), partial(_summed, copies=copies)
+        )
+    return linear(rows, partial(_scatter_heads, group=group), partial(_gather_heads, group=group))
 
 
 def heads_to_sequence(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The inverse of :func:`sequence_to_heads` without copies."""
-    return _ToSequence.apply(rows, group)
+    return linear(rows, partial(_gather_heads, group=group), partial(_scatter_heads, group=group))
 
 
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        return rows.repeat_interleave(copies, 2)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        split = grad.unflatten(2, (-1, ctx.copies))
-        wide = split.float() if grad.dtype.itemsize < 4 else split
-        return wide.sum(3).to(grad.dtype), None
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter_heads(rows, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return _gather_heads(grad, ctx.group), None
-
-
-class _ToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather_heads(rows, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return _scatter_heads(grad, ctx.group), None
+def _summed(grad: Tensor, copies: int) -> Tensor:
+    split = grad.unflatten(2, (-1, copies))
+    wide = split.float() if grad.dtype.itemsize < 4 else split
+    return wide.sum(3).to(grad.dtype)
 
 
 def _scatter_heads(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -10,24 +10,29 @@ by their operators, whose names outlive those of the functions around them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from msa_workloads.parallel.adjoint import linear
+
 
 def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(B, n, H) of every rank -> (B, ranks * n, H) on all; gradients are summed over the ranks."""
-    return _Gather.apply(mine, group)
+    return linear(mine, partial(_gathered, group=group), partial(_scattered, group=group))
 
 
-def scatter_rows(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+def scatter_rows(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of every rank's (B, rows, H), of which each rank keeps its slice (B, n, H).
 
     Rows are padded with zeros to a multiple of the ranks first.
     """
-    return _Scatter.apply(pad_rows(partial, dist.get_world_size(group)), group)
+    rows = pad_rows(whole, dist.get_world_size(group))
+    return linear(rows, partial(_scattered, group=group), partial(_gathered, group=group))
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -78,7 +83,8 @@ def own_part(parameter: Tensor) -> Tensor:
     local = parameter.to_local()
     if isinstance(parameter.placements[0], Shard):
         return local
-    return _SumGradients.apply(local, parameter.device_mesh.get_group())
+    group = parameter.device_mesh.get_group()
+    return linear(local, lambda part: part.view_as(part), partial(_summed, group=group))
 
 
 def part_bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -102,35 +108,6 @@ def _scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return reduce_scatter(flat, group)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(mine, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return _scattered(grad, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(whole, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return _gathered(grad, ctx.group), None
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        wide = grad.float() if grad.dtype.itemsize < 4 else grad
-        return all_reduce(wide, ctx.group).to(grad.dtype), None
+def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    wide = grad.float() if grad.dtype.itemsize < 4 else grad
+    return all_reduce(wide, group).to(grad.dtype)
