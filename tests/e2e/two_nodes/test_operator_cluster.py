@@ -28,10 +28,14 @@ def continues(status: dict[str, Any], attempts: int = 2) -> None:
     assert tried[-1]["fromStep"] > 0 and tried[-1]["toStep"] == 60
 
 
-def test_suspended_at_creation_it_shows_the_plan_and_runs_when_resumed(installed: Installed):
-    since = installed.create("first", suspend=True)
+def test_suspended_at_creation_and_in_mid_run_it_holds_nothing_and_goes_on(installed: Installed):
+    # One sequence over both workers, where the others train one sequence each.
+    split = {"parallelism.policy": "Fixed", "parallelism.context": 2,
+             "attention.pattern.window": 64}  # fmt: skip
+    since = installed.create("first", suspend=True, **split)
     found = installed.until("first", "Suspended", lambda s: true(s, "Suspended"), 60, since)
     assert found["plan"]["summary"] and true(found, "Planned")
+    assert found["plan"]["degrees"]["context"] == 2
     for path in ("/apis/ray.io/v1/namespaces/{}/rayclusters", "/api/v1/namespaces/{}/configmaps",
                  "/api/v1/namespaces/{}/pods"):  # fmt: skip
         assert installed.children(path, "first") == []
@@ -40,16 +44,30 @@ def test_suspended_at_creation_it_shows_the_plan_and_runs_when_resumed(installed
     ready = installed.until("first", "RayReady", lambda s: true(s, "RayReady"), COME_UP_S, since)
     assert len(installed.pods("first", "worker")) == 2
     assert ready["nodes"]["summary"] == "2/2"
+    installed.until("first", "Running", lambda s: true(s, "Running"), COME_UP_S, since)
+    installed.past("first", 10)
+
+    installed.suspend("first", True)
+    found = installed.until("first", "suspended", lambda s: true(s, "Suspended"), 90)
+    installed.free("first")
+    attempt = found["attempts"][-1]
+    assert attempt["reason"] == "Suspended"
+    # The checkpoint that it was asked for: of its very last step.
+    saved = found["progress"]["checkpointStep"]
+    assert saved >= 10 and saved == attempt["toStep"]
+    installed.suspend("first", False)
+    installed.until("first", "ready again", lambda s: true(s, "RayReady"), COME_UP_S)
     # Whoever follows has every line, to the end: of a container that does not run as root.
     follower = installed.msa("logs", "first", "--follow")
-    installed.until("first", "Running", lambda s: true(s, "Running"), COME_UP_S, since)
     found = installed.complete("first", since)
+    continues(found)
+    assert found["attempts"][1]["fromStep"] == saved
+    assert [a["reason"] for a in found["attempts"]] == ["Suspended", "Succeeded"]
     shown, said = follower.communicate(timeout=60)
     assert follower.returncode == 0 and "first is Complete" in said
     for rank in (0, 1):
         assert f"(rank {rank} " in shown
     assert "checkpoint of step 60 committed" in shown and "Traceback" not in shown
-    assert [a["reason"] for a in found["attempts"]] == ["Succeeded"]
 
 
 def test_the_operator_is_killed_and_a_worker_pod_deleted(installed: Installed):
@@ -62,27 +80,6 @@ def test_the_operator_is_killed_and_a_worker_pod_deleted(installed: Installed):
     found = installed.complete("second", since)
     continues(found)
     assert found["attempts"][0]["reason"] == "WorkerLost"
-
-
-def test_suspended_in_mid_run_it_frees_every_pod_and_goes_on(installed: Installed):
-    # One sequence over both workers, where the others train one sequence each.
-    split = {"parallelism.policy": "Fixed", "parallelism.context": 2,
-             "attention.pattern.window": 64}  # fmt: skip
-    since = installed.create("third", **split)
-    installed.past("third", 10)
-    assert installed.status("third")["plan"]["degrees"]["context"] == 2
-    installed.suspend("third", True)
-    found = installed.until("third", "suspended", lambda s: true(s, "Suspended"), 90)
-    installed.free("third")
-    attempt = found["attempts"][-1]
-    assert attempt["reason"] == "Suspended"
-    # The checkpoint that it was asked for: of its very last step.
-    saved = found["progress"]["checkpointStep"]
-    assert saved >= 10 and saved == attempt["toStep"]
-    installed.suspend("third", False)
-    found = installed.complete("third", since)
-    continues(found)
-    assert found["attempts"][1]["fromStep"] == saved
 
 
 @pytest.mark.full
@@ -110,11 +107,11 @@ def test_the_heads_node_loses_power(installed: Installed):
     # Everything of the job is placed on the node that will be lost.
     installed.kubectl("cordon", SYSTEM_NODE)
     try:
-        since = installed.create("fourth")
-        installed.past("fourth", 10)
+        since = installed.create("third")
+        installed.past("third", 10)
     finally:
         installed.kubectl("uncordon", SYSTEM_NODE)
-    (head,) = installed.pods("fourth", "head")
+    (head,) = installed.pods("third", "head")
     assert head["spec"]["nodeName"] == OTHER_NODE
     installed.cluster.stop_node(OTHER_NODE)
     try:
@@ -123,9 +120,9 @@ def test_the_heads_node_loses_power(installed: Installed):
         installed.kubectl("wait", f"node/{OTHER_NODE}", "--for=condition=Ready=Unknown",
                           "--timeout=60s", timeout_s=70)  # fmt: skip
         installed.kubectl("delete", "node", OTHER_NODE)
-        installed.until("fourth", "the loss is in the status",
+        installed.until("third", "the loss is in the status",
                         lambda s: s["attempts"][0].get("reason"), 60, lost)  # fmt: skip
-        found = installed.complete("fourth", since)
+        found = installed.complete("third", since)
     finally:
         installed.cluster.start_node(OTHER_NODE)
     continues(found)
@@ -137,7 +134,7 @@ def test_kubectl_shows_what_happened(installed: Installed):
     installed.say(f"kubectl get lcj\n{shown}")
     header, *rows = shown.splitlines()
     assert header.split()[:2] == ["NAME", "PHASE"]
-    assert {"first", "second", "third"} <= {row.split()[0] for row in rows}
+    assert {"first", "second"} <= {row.split()[0] for row in rows}
     assert all("Complete" in row for row in rows)
     told = installed.kubectl("describe", "lcj", "second", f"--namespace={NAMESPACE}")
     assert "WorkerLost" in told and "Succeeded" in told
