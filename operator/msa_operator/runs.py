@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msa_workloads.heads import Order
 from msa_workloads.runspec import (
     AttentionSpec,
     CheckpointSpec,
@@ -39,11 +40,20 @@ from msa_operator.planner.search import plan as search
 
 
 def plan_job(
-    job: LongContextJob, model: Model, machines: Sequence[Machine], runtime: Runtime
-) -> Plan:
-    """The plan of a job on these machines. Raises :class:`JobError` when there is none."""
+    job: LongContextJob, model: Model, machines: Sequence[Machine], runtime: Runtime,
+    *, orders: Mapping[int, Order] | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of a job on these machines. Raises :class:`JobError` when there is none.
+
+    ``orders`` are those in which the checkpoint of a run that goes on stores its heads, by layer;
+    None is for a run that begins.
+    """
+    asked = request(job, model, machines)
+    if orders is not None:
+        layers = (n for n in range(model.shape.layers) if n not in asked.dense_layers)
+        asked = replace(asked, goes_on=True, order=orders.get(next(layers, -1)))
     try:
-        found = search(request(job, model, machines), runtime)
+        found = search(asked, runtime)
     except PlanError as error:
         raise JobError([
             Problem(f"spec.{r.field}", r.found, r.allowed, r.nearest) for r in error.refusals

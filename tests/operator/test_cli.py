@@ -245,6 +245,35 @@ def test_resume_without_a_folder_goes_on_from_a_checkpoint_place_of_its_own(
     assert resume and Path(spec.output).name == "small"
 
 
+def test_a_run_that_goes_on_is_planned_with_the_order_of_heads_that_it_has(here: Path):
+    windows = [{"type": "Window", "window": n} for n in (256, 512, 1024, 2048)]
+    path = write(here, {
+        "spec.model": {"config": {
+            "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+            "vocab_size": 260,
+        }},
+        "spec.attention": {"pattern": {"type": "PerHead", "members": windows}},
+        "spec.parallelism": {"tensor": 2},
+    })  # fmt: skip
+    began = msa("run", path, "--dry-run", "-o", "json")
+    assert began.exit_code == 0, began.stderr
+    spec = RunSpec.from_json(began.stdout)
+    folder = Path(spec.output)
+    saved = Path(spec.checkpoint.uri) / "step-00000002"
+    saved.mkdir(parents=True)
+    (folder / "runspec.json").write_text(began.stdout)
+    assert "stored as" not in msa("run", path, "--resume", "--dry-run").stdout
+    marker = {
+        "step": 2, "next_sample": 2, "identity": {}, "content_sha256": "", "ranks": 2, "files": {},
+        "saved_at": 0.0, "head_orders": {"0": [0, 3, 1, 2, 4, 7, 5, 6]},
+    }  # fmt: skip
+    (saved / "complete.json").write_text(json.dumps(marker))
+    said = " ".join(msa("run", path, "--resume", "--dry-run").stdout.split())
+    assert "stored as 0 3 1 2 4 7 5 6 of the model's" in said
+    assert "the run keeps the order of its checkpoint" in said
+
+
 def test_resume_refuses_another_job(here: Path, launched: list[tuple[RunSpec, bool]]):
     path = write(here)
     msa("run", path)

@@ -306,6 +306,17 @@ def test_a_plan_tells_the_order_of_heads_that_makes_tensor_ranks_even():
     assert any("unevenly" in note for note in eight.notes)
     assert not any("stored as" in note for note in eight.notes)
 
+    def going_on(tensor: int, order: tuple[int, ...] | None) -> Plan:
+        asked = request(pattern=pattern, tensor=tensor, least=8, most=8, goes_on=True, order=order)
+        return plan(asked, EVERYTHING)
+
+    # A run that goes on has the order that it began with, whatever these ranks would choose.
+    kept, plain = going_on(2, (0, 3, 1, 2, 4, 7, 5, 6)), going_on(4, None)
+    assert any("stored as 0 3 1 2 4 7 5 6" in note and "of its checkpoint" in note
+               for note in kept.notes)  # fmt: skip
+    assert any("attend unevenly: the busiest 1.55 x" in note for note in plain.notes)
+    assert not any("stored as" in note for note in plain.notes)
+
 
 @settings(deadline=None, max_examples=40)
 @given(requests())

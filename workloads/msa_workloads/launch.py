@@ -31,6 +31,7 @@ from msa_workloads.control_stacks import Watch
 from msa_workloads.control_worker import RankControl
 from msa_workloads.display import Display, print_summary
 from msa_workloads.failures import headline, lost_a_peer, reason
+from msa_workloads.heads import Order
 from msa_workloads.logs import log_path, log_to_driver, log_to_file, short_traceback
 from msa_workloads.memory import peak_memory_bytes
 from msa_workloads.parallel.mesh import UnsupportedError, check_supported
@@ -287,6 +288,13 @@ def _absolute(spec: RunSpec) -> RunSpec:
         output=str(Path(spec.output).absolute()),
         checkpoint=dataclasses.replace(spec.checkpoint, uri=uri),
     )
+
+
+def saved_orders(uri: str) -> dict[int, Order] | None:
+    """The orders in which the newest whole checkpoint under ``uri`` stores heads, by layer, where
+    they are not the model's; None without a checkpoint."""
+    marker = newest_complete(open_store(uri))
+    return None if marker is None else marker.orders
 
 
 def _check_checkpoints(spec: RunSpec, resume: bool, console: Console) -> int:

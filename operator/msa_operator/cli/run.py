@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from msa_kernels.pattern import PerHead
+from msa_workloads.heads import Order
 from msa_workloads.runspec import RunSpec
 
 from msa_operator.api import JobError, LongContextJob, Problem
@@ -75,6 +77,9 @@ def run(
         try:
             ready = _prepare(loaded.job, profiles)
             folder = _folder(loaded.job, ready, output_dir, resume=resume, reserve=not dry_run)
+            if resume and isinstance(loaded.job.spec.attention.pattern, PerHead):
+                orders = _saved_orders(ready.spec_for(folder.path).checkpoint.uri)
+                ready = _prepare(loaded.job, profiles, orders) if orders is not None else ready
         except JobError as error:
             raise loaded.located(error) from None
     spec = ready.spec_for(folder.path)
@@ -98,13 +103,28 @@ class Ready:
     spec_for: Callable[[Path], RunSpec]
 
 
-def _prepare(job: LongContextJob, profiles: tuple[str, ...]) -> Ready:
-    """Plan the job and look for its data. Raises :class:`JobError`."""
+def _saved_orders(uri: str) -> dict[int, Order] | None:
+    """In which order the checkpoint to go on from stores heads; None where there is none to read,
+    which the plan then says as for a run that begins."""
+    try:
+        from msa_workloads import launch
+
+        return launch.saved_orders(uri)
+    except Exception as error:
+        click.echo(f"planned without the order of heads in {uri}: {error}", err=True)
+        return None
+
+
+def _prepare(
+    job: LongContextJob, profiles: tuple[str, ...], orders: dict[int, Order] | None = None
+) -> Ready:  # fmt: skip
+    """Plan the job and look for its data; ``orders`` as for ``plan_job``. Raises
+    :class:`JobError`."""
     cluster = bool(os.environ.get("RAY_ADDRESS"))
     model = resolve(job.spec.model)
     here = _here()
     machines = _machines(job, profiles, here, cluster)
-    plan = plan_job(job, model, machines, THIS_VERSION)
+    plan = plan_job(job, model, machines, THIS_VERSION, orders=orders)
     check_sources(job, local=not cluster)
     # Fixed, because the order of additions, and with it the last bits of a loss, follows it.
     threads = max(1, here.cpus // plan.mesh.world_size) if plan.machine.accelerator is None else 0

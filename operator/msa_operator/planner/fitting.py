@@ -148,7 +148,7 @@ class Fitting:
     def busiest(self, tensor: int, shares: int) -> float:
         """Attended pairs of the busiest of the ranks that split heads over the mean, all layers
         together: ``tensor`` ranks, each with ``shares`` ranks that exchange heads. Heads are in
-        the order in which a run that starts on these ranks stores them."""
+        the order in which the run stores them."""
         request, shape = self.request, self.request.shape
         if tensor * shares == 1 or not isinstance(request.pattern, PerHead):
             return 1.0
@@ -163,13 +163,16 @@ class Fitting:
 
     def stored(self, tensor: int, shares: int) -> tuple[Order | None, float, float]:
         """The order in which layers of the pattern store their heads (None: the model's), and the
-        busiest rank over the mean in that order and in the model's."""
+        busiest rank over the mean in that order and in the model's. It is what these ranks would
+        begin with, or what the run that goes on has."""
         if not isinstance(self.request.pattern, PerHead):
             return None, 1.0, 1.0
         shape, length = self.request.shape, self.request.length
         split = shape.heads, shape.kv_heads, tensor, shares
         pattern = self._per_head()
-        order = stored_order(*split, pattern, length)
+        order = self.request.order
+        if not self.request.goes_on:
+            order = stored_order(*split, pattern, length)
         here = busiest(*split, stored(pattern, order), length)
         return order, here, busiest(*split, pattern, length)
 

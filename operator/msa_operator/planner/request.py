@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from msa_kernels.pattern import Pattern
+from msa_workloads.heads import Order
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
 from msa_operator.planner.context import ONE, ContextChoice
@@ -35,6 +36,11 @@ class Request:
     data_replicate: int | None = None
     fixed: bool = False
     """Degrees that are None are 1 rather than chosen."""
+    goes_on: bool = False
+    """The run has a checkpoint, so that the order of its heads is not for the plan to choose."""
+    order: Order | None = None
+    """With ``goes_on``: the order in which layers of the pattern store their heads in it; None is
+    the model's."""
 
     @property
     def sequences(self) -> int | None:

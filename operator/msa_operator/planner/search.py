@@ -137,10 +137,14 @@ def _uneven(fitting: Fitting, best: Candidate) -> tuple[str, ...]:
     told: tuple[str, ...] = ()
     if order is not None:
         numbers = " ".join(map(str, order))
+        since = (
+            "the run keeps the order of its checkpoint" if fitting.request.goes_on
+            else "a run that resumes keeps the order that it started with"
+        )  # fmt: skip
         told = (
             f"key/value heads are stored as {numbers} of the model's, in checkpoints too: in such "
             f"layers the busiest rank attends {here:.2f} x the mean, {plain:.2f} in the model's "
-            "order; a run that resumes keeps the order that it started with",
+            f"order; {since}",
         )
     busiest = fitting.busiest(tensor, shares)
     if busiest <= EVEN:
