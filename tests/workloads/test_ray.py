@@ -191,47 +191,53 @@ def agrees(driver: Driver, peaceful: dict[str, Any]) -> None:
     assert bits[0] == pytest.approx(bits[1], rel=1e-6)
 
 
-def test_a_killed_worker_changes_nothing(
+def test_stopped_killed_and_hurt_a_run_goes_on_as_if_nothing_was(
     drive: Callable[..., Driver],
     ray_spec: Callable[..., RunSpec],
     peace: Callable[..., dict[str, Any]],
     poll: Poll,
 ) -> None:
     spec = ray_spec("hurt", training=LONG, checkpoint={"every_steps": 10})
-    driver = drive(spec)
-    driver.reaches(25, poll)
-    driver.workers()[1].kill()
-    assert driver.ends(poll) == 0, driver.text
-    assert "resumed from the checkpoint of step" in driver.text
-    assert driver.summary()["restarts"] == 1
-    assert (Path(spec.output) / "logs" / "rank-1.log").exists()
-    assert not (driver.scratch.parent / ".ray").exists(), "no token in the home folder"
-    assert not list(driver.scratch.glob("msa-ray-*"))
-    agrees(driver, peace(training=LONG))
-
-
-def test_a_killed_driver_is_resumed_and_changes_nothing(
-    drive: Callable[..., Driver],
-    ray_spec: Callable[..., RunSpec],
-    peace: Callable[..., dict[str, Any]],
-    poll: Poll,
-) -> None:
-    spec = ray_spec("hurt", training=LONG, checkpoint={"every_steps": 10})
-    driver = drive(spec)
-    driver.reaches(25, poll)
-    family, workers = driver.process.children(recursive=True), driver.workers()
-    driver.process.kill()
-    poll(lambda: not any(p.is_running() for p in workers), "workers end when the driver is killed")
-    assert len(driver.rows()) < LONG["max_steps"]
+    stopped = drive(spec)
+    stopped.reaches(12, poll)
+    family = stopped.process.children(recursive=True)
+    listening = [
+        c.laddr.ip
+        for p in family
+        for c in p.net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert all(ip.removeprefix("::ffff:") == "127.0.0.1" for ip in listening), listening
+    stopped.process.send_signal(signal.SIGINT)
+    assert stopped.ends(poll) == 130, stopped.text
+    poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
+    assert not list(stopped.scratch.glob("msa-ray-*"))
     refused = drive(spec)
     assert refused.ends(poll) == 1
     assert "already holds a checkpoint of step" in refused.text
-    again = drive(spec, "--resume")
-    assert again.ends(poll) == 0, again.text
-    assert again.summary()["resumed_from_step"] >= 10
-    agrees(again, peace(training=LONG))
+
+    killed = drive(spec, "--resume")
+    killed.reaches(25, poll)
+    family, workers = killed.process.children(recursive=True), killed.workers()
+    killed.process.kill()
+    poll(lambda: not any(p.is_running() for p in workers), "workers end when the driver is killed")
+    assert len(killed.rows()) < LONG["max_steps"]
+
+    hurt = drive(spec, "--resume")
+    hurt.reaches(45, poll)
+    hurt.workers()[1].kill()
+    assert hurt.ends(poll) == 0, hurt.text
+    assert "resumed from the checkpoint of step" in hurt.text
+    summary = hurt.summary()
+    assert summary["restarts"] == 1
+    assert summary["resumed_from_step"] >= 30
+    assert (Path(spec.output) / "logs" / "rank-1.log").exists()
+    assert not (hurt.scratch.parent / ".ray").exists(), "no token in the home folder"
+    agrees(hurt, peace(training=LONG))
     # Two agents of Ray try for a minute to tell what happened to a control store that is gone.
     poll(lambda: not any(p.is_running() for p in family), "Ray ends when its driver is killed")
+    assert not list(hurt.scratch.glob("msa-ray-*")), "the next driver removes what was left"
 
 
 @pytest.mark.full  # by default a pod is deleted under the operator, in tests/e2e/two_nodes
@@ -249,26 +255,10 @@ def test_with_another_owner_of_recovery_ray_restarts_nothing(
     assert "resumed" not in driver.text
 
 
-def test_ctrl_c_and_a_failing_rank(
-    drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll, tmp_path: Path
+def test_what_ends_before_a_step_says_why(
+    drive: Callable[..., Driver], ray_spec: Callable[..., RunSpec], poll: Poll
 ) -> None:
-    driver = drive(ray_spec("stopped", training=LONG))
-    driver.reaches(3, poll)
-    listening = [
-        c.laddr.ip
-        for p in driver.process.children(recursive=True)
-        for c in p.net_connections("inet")
-        if c.status == psutil.CONN_LISTEN
-    ]
-    assert listening
-    assert all(ip.removeprefix("::ffff:") == "127.0.0.1" for ip in listening), listening
-    family = driver.process.children(recursive=True)
-    driver.process.send_signal(signal.SIGINT)
-    assert driver.ends(poll) == 130, driver.text
-    poll(lambda: not any(p.is_running() for p in family), "nothing of Ray is left")
-    assert not list(driver.scratch.glob("msa-ray-*"))
-
-    # The same for a service manager's way to ask, while the workers are still starting.
+    # A service manager's way to ask, while the workers are still starting.
     ended = drive(ray_spec("ended", training=LONG))
     ended.alive(ended.workers, "the workers start", poll)
     family = ended.process.children(recursive=True)
@@ -284,7 +274,8 @@ def test_ctrl_c_and_a_failing_rank(
     assert failing.ends(poll) == 1, failing.text
     assert "rank 1" in failing.text
     assert "IsADirectoryError" in failing.text
-    bad = drive(ray_spec("bad", attention={"dense_layers": (9,)}))
+    alone = {"mesh": {"data_shard": 1}, "attention": {"dense_layers": (9,)}}
+    bad = drive(ray_spec("bad", **alone))
     assert bad.ends(poll) == 2, bad.text
     assert "attention.dense_layers: found 9, allowed: 0 to 1" in bad.text
     assert "Traceback" not in bad.text
