@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from msa_kernels.pattern import Window
+from msa_workloads.checkpoint import MARKER, Checkpointer, Marker, identity
 from msa_workloads.parallel.collective import meet, on_rank_zero
 from msa_workloads.parallel.mesh import build_mesh, join_world
 from msa_workloads.runspec import MeshSpec
+from msa_workloads.storage import FolderStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_ranks import on_forks
+from mesh_cases import Case
 
 
 class HereOnlyError(Exception):
@@ -67,24 +71,38 @@ def test_results_and_errors_reach_every_rank_whatever_they_are():
     assert texts[6] == "[0, 7]"
 
 
-def late() -> tuple[list[int], list[int]]:
+def late(folder: str) -> tuple[list[int], list[int]]:
     """Rank 0 works alone, and then rank 1 comes late, for longer than any collective may wait;
     then the seeds of this rank's draws on meshes of two."""
+    dist.init_process_group("gloo")
+    dist.barrier()
     patience = timedelta(seconds=2)
-    dist.init_process_group("gloo", timeout=patience)
+    distributed_c10d._set_pg_timeout(patience)
     longer = 1.5 * patience.total_seconds()
     found = on_rank_zero(lambda: threading.Event().wait(longer) or 7)
     if dist.get_rank() == 1:
         threading.Event().wait(longer)
     meet()
+    distributed_c10d._set_pg_timeout(timedelta(minutes=5))
     every: list[int] = [0, 0]
     dist.all_gather_object(every, found)
+    # Rank 1 sees a newer checkpoint, as of a store that is not the same for all: rank 0 decides.
+    spec = Case().spec()
+    seen = FolderStore(Path(folder) / str(dist.get_rank()))
+    for step in range(1 + dist.get_rank()):
+        marker = Marker(
+            step=step, next_sample=0, identity=identity(spec), content_sha256="", ranks=2,
+            files={}, saved_at=0.0,
+        )  # fmt: skip
+        seen.write(f"{marker.folder}/{MARKER}", marker.to_json().encode())
+    newest = Checkpointer(seen, spec).newest()
+    assert newest is not None and newest.step == 0
     splits = (MeshSpec(data_replicate=2), MeshSpec(context=2), MeshSpec(tensor=2))
     return every, [build_mesh(some, join_world("cpu")).own_seed(3) for some in splits]
 
 
-def test_ranks_wait_longer_for_one_that_works_alone_than_for_a_collective():
-    (every, seeds), (same, others) = on_forks(late, 2)
+def test_ranks_wait_longer_for_one_that_works_alone_than_for_a_collective(tmp_path: Path):
+    (every, seeds), (same, others) = on_forks(late, 2, str(tmp_path))
     assert every == same == [7, 7]
     # Ranks with tokens of their own drop out others; tensor ranks share theirs.
     assert [mine == theirs for mine, theirs in zip(seeds, others, strict=True)] == [

@@ -444,9 +444,11 @@ def norm_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_the_error_in_bf16_does_not_grow_with_the_ranks():
     result = on_forks(half_precision, 8)[0]
     single = result.pop("single")
+    # Partial results in bf16 would be 1.3 to 2.8 times as far off, still within what is usual.
+    bounds = {"ring": 1.1, "split": 1.1, "bf16 gradients": 1.5}
     for name, errors in result.items():
         for error, alone_ in zip(errors, single, strict=True):
-            assert error <= 2.5 * alone_, (name, errors, single)
+            assert error <= bounds[name] * alone_, (name, errors, single)
 
 
 def checkpointed() -> dict[str, Any]:

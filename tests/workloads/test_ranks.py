@@ -162,6 +162,7 @@ def test_what_this_release_cannot_do_is_refused(
         ({"model_type": "lama"}, "Unrecognized model identifier: lama"),
         ({"vocab_size": 100}, "found 100, tokenizer 'bytes' needs at least 260"),
         ({"max_position_embeddings": 64}, "found 96, the model's max_position_embeddings"),
+        ({"pad_token_id": 128_001}, "pad_token_id: found 128001, the vocabulary ends at 259"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(

@@ -232,6 +232,12 @@ def _config(spec: RunSpec, vocabulary: int) -> Any:
             f"model.config.vocab_size: found {text.vocab_size}, tokenizer "
             f"{spec.model.tokenizer!r} needs at least {vocabulary}"
         )
+    padding = getattr(text, "pad_token_id", None)
+    if isinstance(padding, int) and not -text.vocab_size <= padding < text.vocab_size:
+        raise UnsupportedError(
+            f"model.config.pad_token_id: found {padding}, the vocabulary ends at "
+            f"{text.vocab_size - 1}; use an id inside it, or null"
+        )
     if getattr(text, "max_position_embeddings", spec.sequence.length) < spec.sequence.length:
         raise UnsupportedError(
             f"sequence.length: found {spec.sequence.length}, the model's "
