@@ -192,6 +192,9 @@ def test_a_submission_is_watched_drained_and_resumed(
     until(lambda: not ray_head.workers(), "the workers end")
 
     refused = driver("tiny-2").start()
+    # It stays for its owner to read how it ended, and no longer.
+    told = refused.progress(lambda p: p["state"] == "failed", "the second run is refused")
+    assert "already holds a checkpoint of step" in told["error"]
     assert refused.ends() == 1
     assert "already holds a checkpoint of step" in refused.log.read_text()
     again = driver("tiny-3").start("--resume")
