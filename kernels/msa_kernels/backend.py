@@ -68,6 +68,10 @@ def _triton_fused() -> Backend:
     return importlib.import_module("msa_kernels.triton").kernel(fused=True)
 
 
+def _triton_fp8() -> Backend:
+    return importlib.import_module("msa_kernels.triton").kernel(fp8=True)
+
+
 def _sdpa() -> Backend:
     from msa_kernels.sdpa import Sdpa
 
@@ -106,9 +110,12 @@ LOADERS: dict[str, Callable[[], Backend]] = {
     "flex": _flex,
     "torch": _torch,
     "triton-fused": _triton_fused,
+    "triton-fp8": _triton_fp8,
 }
 OPTIONAL = ("fa4", "cudnn")
 """Backends that another package brings."""
+OURS = ("triton", "triton-fused", "triton-fp8")
+"""Backends that are the project's own kernels, which need a GPU."""
 SHORT = 1024
 """Rows below which cuDNN through SDPA is the fastest dense attention on an H200 (measured:
 benchmarks/kernels/h200.json)."""
@@ -177,7 +184,7 @@ _loaded: dict[str, Backend | str] = {}
 def preload() -> None:
     """Load what calls on this machine may use: ``torch.compile`` cannot trace an import."""
     for name in LOADERS:
-        if name not in (*OPTIONAL, "triton", "triton-fused") or torch.cuda.is_available():
+        if name not in (*OPTIONAL, *OURS) or torch.cuda.is_available():
             with contextlib.suppress(ImportError):
                 load(name)
 

@@ -8,10 +8,15 @@ if TYPE_CHECKING:
     from msa_kernels.plan import TileKernel
 
 
-def kernel(fused: bool = False) -> TileKernel:
+def kernel(fused: bool = False, fp8: bool = False) -> TileKernel:
     """The kernels as one implementation; Triton is imported here and not before.
 
-    ``fused``: with the backward of one pass, whose dQ differs in its last bits between runs."""
+    ``fused``: with the backward of one pass, whose dQ differs in its last bits between runs.
+    ``fp8``: with a forward in e4m3."""
+    if fp8:
+        from msa_kernels.triton.launch_fp8 import Fp8Kernel
+
+        return Fp8Kernel()
     from msa_kernels.triton.launch import TritonKernel
 
     return TritonKernel(fused=fused)
