@@ -87,7 +87,7 @@ class Fp8Kernel(TritonKernel):
                 made.q, made.k, made.v, *rest, HEAD_DIM=width, BLOCK_M=tiles[0], BLOCK_N=tiles[1],
                 TILE=TILE, **constants, num_warps=plain.warps, num_stages=plain.stages,
             )  # fmt: skip
-        return out, lse
+        return out, lse.add_(made.shift, alpha=scale)
 
 
 def _tile(tensor: torch.Tensor, rows: int, columns: int) -> Any:
