@@ -244,6 +244,7 @@ PEERS: dict[str, Callable[[Case], Attend]] = {
     "auto": functools.partial(ours, backend="auto"),
     "triton": functools.partial(ours, backend="triton"),
     "triton-fused": functools.partial(ours, backend="triton-fused"),
+    "triton-fp8": functools.partial(ours, backend="triton-fp8"),
     "flex": flex,
     "flex-tuned": functools.partial(flex, options=FLEX_TUNED),
     "fa4": fa4,

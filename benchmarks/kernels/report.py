@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "kernels.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-OURS = ("auto", "triton", "triton-fused")
+OURS = ("auto", "triton", "triton-fused", "triton-fp8")
 
 
 def main(path: str) -> None:

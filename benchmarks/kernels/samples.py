@@ -11,6 +11,8 @@ from cases import Case
 
 LIMIT = 8e-3
 """2.5 times the error of PyTorch's own attention in bf16 on these inputs (2.4e-3), plus 2e-3."""
+FP8_LIMIT = 7e-2
+"""Of a forward in e4m3, on normal inputs: docs/kernels.md."""
 NAMES = ("out", "dq", "dk", "dv")
 ROWS = 12
 LAST_KEYS = (1, 100, 256)
@@ -18,9 +20,9 @@ LAST_KEYS = (1, 100, 256)
 
 def check(
     case: Case, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor, out: torch.Tensor,
-    grads: tuple[torch.Tensor, ...],
+    grads: tuple[torch.Tensor, ...], limit: float = LIMIT,
 ) -> dict[str, float]:  # fmt: skip
-    """Norm-wise relative errors in the last batch row; AssertionError above :data:`LIMIT`."""
+    """Norm-wise relative errors in the last batch row; AssertionError above ``limit``."""
     q, k, v, dout, out, dq, dk, dv = (t[-1].detach() for t in (*inputs, dout, out, *grads))
     wrong, size = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
 
@@ -47,7 +49,7 @@ def check(
             exact = (slope[:, :, j, None] * query).sum((0, 1)) * case.head_dim**-0.5
             add("dk", dk[j, group], exact)
     errors = {name: (wrong[name] / max(size[name], 1e-12)) ** 0.5 for name in NAMES}
-    if not max(errors.values()) < LIMIT:
+    if not max(errors.values()) < limit:
         raise AssertionError(f"relative errors {errors}")
     return {f"{name}_error": round(error, 5) for name, error in errors.items()}
 

@@ -44,6 +44,9 @@ OWN_ERROR_MARGIN = 2e-3
 PyTorch operators in that dtype, plus 2e-3."""
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+FP8_LIMITS = {"out": 0.07, "lse": 0.02, "dq": 0.07, "dk": 0.07, "dv": 0.05}
+"""Of a forward in e4m3, norm-wise on normal inputs: one and a half times what its roundings were
+seen to cost here."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ def run(name: str, case: Case, device: str, dtype: torch.dtype) -> Outcome:
             reason = reason or error.reasons.get(name, str(error))
             continue
         wanted = reference(q, k, v, case.pattern, documents=ids, dout=dout)
-        return _compare(name, case, found, wanted, _limits(case, q, k, v, dout, ids, wanted))
+        limits = _limits(case, q, k, v, dout, ids, wanted)
+        return _compare(name, case, found, wanted, FP8_LIMITS if name == "triton-fp8" else limits)
     return Outcome(name, case.name, text, {}, {}, reason)
 
 

@@ -152,6 +152,26 @@ def test_a_fused_backward_is_taken_by_name_and_never_where_bits_matter() -> None
     assert "triton-fused" not in backend.preference(request(**gpu))
 
 
+def test_a_forward_in_e4m3_is_taken_by_name_and_says_what_serves_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_fp8 = pytest.importorskip("msa_kernels.triton.launch_fp8")
+    gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "needs_grad": True}
+    for more in ({}, {"deterministic": True}, {"return_lse": True}, {"head_dim": 96}):
+        assert backend.resolve(request(**gpu | more), "triton-fp8").name == "triton-fp8"
+    assert "triton-fp8" not in backend.preference(request(**gpu))
+    for more, reason in (
+        ({"dtype": torch.float32}, "is for bfloat16 and float16, not torch.float32"),
+        ({"head_dim": 192}, "head size 192, at most 128"),
+        ({"device": torch.device("cpu")}, "needs a GPU"),
+    ):
+        with pytest.raises(backend.BackendError, match=f"triton-fp8: {reason}.*Nearest: backend="):
+            backend.resolve(request(**gpu | more), "triton-fp8")
+    monkeypatch.setattr(launch_fp8, "_capability", lambda device: (8, 6))
+    with pytest.raises(backend.BackendError, match=r"8\.9 or newer .*has 8\.6.*'triton'"):
+        backend.resolve(request(**gpu, pattern=Window(4)), "triton-fp8")
+
+
 def test_a_package_that_fails_as_it_loads_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -14,18 +14,22 @@ triton = pytest.importorskip("triton", reason="triton is installed on Linux only
 from msa_kernels.triton import (  # noqa: E402
     backward,
     forward,
+    fp8,
+    fp8_forward,
     hopper_backward,
     hopper_forward,
+    hopper_fp8,
     hopper_fused,
     launch,
+    launch_fp8,
     tables,
 )
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-SHARED_MEMORY = {80: 166_912, 90: 232_448}
-"""Bytes a block may use on A100 and H100."""
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+"""Bytes a block may use on A100, L40 and H100."""
 LISTS = {
     "pointers", "middles", "index", "order", "q_pos", "q_doc", "k_pos", "k_doc", "rule_values",
 }  # fmt: skip
@@ -43,7 +47,7 @@ PREDICATE = {
 
 def compile_kernel(
     kernel: Any, target: int, constants: dict[str, Any], options: dict[str, int],
-    descriptors: dict[str, str] | None = None,
+    descriptors: dict[str, str] | None = None, types: dict[str, str] | None = None,
 ) -> Any:  # fmt: skip
     names = kernel.arg_names
     signature: dict[str, str] = {}
@@ -52,9 +56,11 @@ def compile_kernel(
             signature[name] = "constexpr"
         elif descriptors and name in descriptors:
             signature[name] = descriptors[name]
+        elif types and name in types:
+            signature[name] = types[name]
         elif name in TENSORS:
             signature[name] = "*bf16"
-        elif name in ("lse", "delta"):
+        elif name in ("lse", "delta", "q_scale", "k_scale", "v_scale"):
             signature[name] = "*fp32"
         elif name in LISTS:
             signature[name] = "*i32"
@@ -159,3 +165,52 @@ def test_hopper_kernels_fit_and_keep_the_tensor_cores_busy(kind: str, width: int
     # ptxas waits after every product where it finds an accumulator touched or registers short.
     code = made.asm["sass"]
     assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA") / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_hopper_kernel_in_e4m3_keeps_probabilities_in_their_registers(width: int) -> None:
+    def tile(rows: int, columns: int) -> str:
+        return f"tensordesc<fp8e4nv[1, 1, {rows}, {columns}],{launch_fp8.layout(columns)!r}>"
+
+    descriptors = {
+        "q_desc": tile(64, width), "k_desc": tile(fp8.TILE, width), "v_desc": tile(width, fp8.TILE)
+    }  # fmt: skip
+    constants = {**PREDICATE, **launch_fp8.HOPPER, "HEAD_DIM": width, "SIMPLE": True}
+    kernel = hopper_fp8.forward_kernel
+    made = compile_kernel(kernel, 90, constants, {"num_warps": 4}, descriptors)
+    assert made.metadata.shared <= SHARED_MEMORY[90]
+    ptx, code = made.asm["ptx"], made.asm["sass"]
+    # Scores, and the output: the left operand of the second is four registers.
+    assert f"wgmma.mma_async.sync.aligned.m64n{fp8.TILE}k32.f32.e4m3.e4m3" in ptx
+    assert f"wgmma.mma_async.sync.aligned.m64n{width}k32.f32.e4m3.e4m3" in ptx
+    assert re.search(r"QGMMA\S* R\d+, R\d+, gdesc", code)
+    assert not re.search(r"\b(STL|LDL)\b", code)
+    assert code.count("WARPGROUP.DEPBAR") <= code.count("QGMMA") / 3
+    # Nothing crosses lanes but maxima and sums of rows, four steps each for two rows a thread.
+    assert code.count("SHFL") == code.count("WARPGROUP.DEPBAR") * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [89, 90])
+def test_the_plain_kernels_in_e4m3_fit(target: int) -> None:
+    plain, width = launch_fp8.PLAIN, 128
+    constants = {
+        **PREDICATE, "HEAD_DIM": width, "BLOCK_M": plain.query, "BLOCK_N": plain.key,
+        "TILE": fp8.TILE, "SIMPLE": False,
+    }  # fmt: skip
+    options = {"num_warps": plain.warps, "num_stages": plain.stages}
+    eight = dict.fromkeys("qkv", "*fp8e4nv")
+    made = compile_kernel(fp8_forward.forward_kernel, target, constants, options, types=eight)
+    assert made.metadata.shared <= SHARED_MEMORY[target]
+    assert re.search(r"(wgmma|mma\.sync)\S*e4m3\.e4m3", made.asm["ptx"])
+    pairs = {"x": "*bf16", "rotation": "*bf16", "out": "*fp8e4nv", "peak_floor": "fp32"}
+    pairs |= dict.fromkeys(("scale", "centre", "shift"), "*fp32") | {"unit": "fp32"}
+    common = {"LARGEST": fp8.LARGEST, "WIDTH": width, "TILE": fp8.TILE}
+    for kernel, more in (
+        (fp8._rows_kernel, {"GROUP": 4, "KEYS": True}),
+        (fp8._columns_kernel, {"IN_FRAGMENTS": True}),
+    ):
+        made = compile_kernel(kernel, target, common | more, {"num_warps": 8}, types=pairs)
+        assert made.metadata.shared <= SHARED_MEMORY[target]
+        assert "cvt.rn.satfinite.e4m3x2" in made.asm["ptx"]

@@ -1,7 +1,8 @@
 """Forward attention in e4m3 in plain Triton, on the copies of :mod:`msa_kernels.triton.fp8`.
 
-:mod:`msa_kernels.triton.forward` says how lists are walked; here scores are multiplied by the scales of
-their tiles, and each tile's products with V are added to the fp32 accumulator on their own.
+:mod:`msa_kernels.triton.forward` says how lists are walked; here scores are multiplied by the
+scales of their tiles, and each tile's products with V are added to the fp32 accumulator on their
+own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msa_kernels.triton.fp8 import to_e4m3
 from msa_kernels.triton.predicate import allowed, token
 
 PEAK = tl.constexpr(8.0)
-"""Probabilities are multiplied by 2 to this power: the largest is 256, of the 448 that e4m3 holds."""
+"""Probabilities are multiplied by 2 to this power: the largest is 256, and e4m3 holds 448."""
 
 
 @triton.jit

@@ -1,10 +1,12 @@
-"""Forward attention in e4m3 for Hopper: :mod:`msa_kernels.triton.hopper_forward` on quantised copies.
+"""Forward attention in e4m3 for Hopper, of a producer warp and two consumer warpgroups as in
+:mod:`msa_kernels.triton.hopper_forward`, on the copies of :mod:`msa_kernels.triton.fp8`.
 
-The copies and their scales come from :mod:`msa_kernels.triton.fp8`; :mod:`msa_kernels.triton.fp8_forward`
-is the plain twin. Both products read operands whose inner dimension is contiguous, as 8-bit
-tensor cores require: K as it is, V transposed. The registers in which a product leaves scores are
-those in which the next one takes probabilities, but for the order of keys within every 16: the
-copy of V has its keys in that order, so that probabilities stay where they are.
+:mod:`msa_kernels.triton.fp8_forward` is the plain twin. Both products read operands whose inner
+dimension is contiguous, as 8-bit tensor cores require: K as it is, V transposed. The registers in
+which a product leaves scores are those in which the next one takes probabilities, but for the
+order of keys within every 16: the copy of V has its keys in that order, so that probabilities stay
+where they are. They live within one turn of the loop, whose end forms the next scores together
+with the output: carried over it, 8-bit values would be taken apart and packed again.
 
 Tensor cores add 8-bit products up in fewer bits than fp32 has: every tile of keys is summed on its
 own and then added to an fp32 accumulator.
@@ -31,7 +33,7 @@ from msa_kernels.triton.hopper_forward import (
 from msa_kernels.triton.predicate import token
 
 PEAK = gl.constexpr(8.0)
-"""Probabilities are multiplied by 2 to this power: the largest is 256, of the 448 that e4m3 holds."""
+"""Probabilities are multiplied by 2 to this power: the largest is 256, and e4m3 holds 448."""
 
 
 @gluon.jit
@@ -181,7 +183,7 @@ def _consume(
                     mbarrier.arrive(turns.index(1 - HALF), count=1)
                 some = warpgroup_mma_wait(1, deps=[some])
                 mbarrier.arrive(v_free.index(stage), count=1)
-                if PROMOTE:
+                if PROMOTE:  # noqa: SIM108
                     acc = acc * gl.convert_layout(alpha, O_ROW)[:, None] + some
                 else:
                     acc = some

@@ -1,8 +1,8 @@
 """The project's kernels with a forward in e4m3, as a :class:`msa_kernels.plan.TileKernel`.
 
 Scores and outputs are products of values rounded to three bits of mantissa, summed in fp32: see
-docs/kernels.md for what that costs. Backward is the one of :class:`TritonKernel`, in the inputs' own
-dtype, on the output and LSE of this forward.
+docs/kernels.md for what that costs. Backward is the one of :class:`TritonKernel`, in the inputs'
+own dtype, on the output and LSE of this forward.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from msa_kernels.triton.tables import SMALLEST, Tile
 
 MAX_HEAD_DIM = 128
 LEAST_CAPABILITY = (8, 9)
-STAGES = 3
-"""Tiles of 128 keys in flight on Hopper."""
+HOPPER = {"BLOCK_N": TILE, "STAGES": 3, "PROMOTE": True, "PINGPONG": False}
+"""Keys of a tile and how many tiles are in flight."""
 PLAIN = Tile(128, 64, 8, 2)
 
 
@@ -79,8 +79,7 @@ class Fp8Kernel(TritonKernel):
 
             hopper_fp8.forward_kernel[grid](
                 _tile(made.q, 64, width), _tile(made.k, TILE, width), _tile(made.v, width, TILE),
-                *rest, HEAD_DIM=width, BLOCK_N=TILE, STAGES=STAGES, PROMOTE=True, PINGPONG=False,
-                **constants, num_warps=4,
+                *rest, HEAD_DIM=width, **HOPPER, **constants, num_warps=4,
             )  # fmt: skip
         else:
             fp8_forward.forward_kernel[grid](

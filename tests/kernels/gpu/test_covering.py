@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpucases import Case, call, compare, compute, covering, pattern
-from msa_kernels import backend
+from gpucases import Case, by_name, call, compare, compute, covering, pattern, relative_error
+from msa_kernels import backend, check
 from msa_kernels.pattern import (
     Block,
     BlockList,
@@ -16,7 +16,9 @@ from msa_kernels.pattern import (
     Union,
     Window,
 )  # fmt: skip
+from msa_kernels.reference import reference
 from msa_kernels.triton.launch import TritonKernel
+from msa_kernels.triton.launch_fp8 import MAX_HEAD_DIM, Fp8Kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +42,41 @@ def test_a_backward_of_one_pass(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     what = pattern(case.pattern, case.length)
     given = call(case)
     compare(given, what, compute(given, what, "triton-fused"))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in covering() if case.head_dim <= MAX_HEAD_DIM][::2], ids=str
+)
+def test_a_forward_in_e4m3(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and LSE; gradients of rows that see a key or two vanish but for roundings."""
+    if case.kernels == "plain":
+        monkeypatch.setitem(backend._loaded, "triton-fp8", Fp8Kernel(hopper=False))
+    what = pattern(case.pattern, case.length)
+    given = call(case)
+    found = compute(given, what, "triton-fp8")
+    exact = by_name(reference(given.q, given.k, given.v, what, device="cuda", dout=given.dout,
+                              dlse=given.dlse, **given.oracle))  # fmt: skip
+    errors = {name: relative_error(found[name], exact[name]) for name in ("out", "lse")}
+    assert max(errors.values()) < 0.08, errors
+    assert all(bool(torch.isfinite(found[name]).all()) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("name", ["dense", "sinks", "union with dilation", "lists per head"])
+@pytest.mark.parametrize("kernels", ["fastest", "plain"])
+def test_a_forward_in_e4m3_has_the_same_bits_and_gradients_of_its_size(
+    name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "plain":
+        monkeypatch.setitem(backend._loaded, "triton-fp8", Fp8Kernel(hopper=False))
+    given = call(Case(name, 128, 4, 1500, "one", "bfloat16", "contiguous", kernels))
+    what = pattern(name, 1500)
+    first = compute(given, what, "triton-fp8", lse=False)
+    for _ in range(9):
+        again = compute(given, what, "triton-fp8", lse=False)
+        assert all(torch.equal(first[key], again[key]) for key in first)
+    exact = by_name(reference(given.q, given.k, given.v, what, device="cuda", dout=given.dout))
+    errors = {key: relative_error(value, exact[key]) for key, value in first.items()}
+    assert max(errors.values()) < check.FP8_LIMITS["out"], errors
 
 
 @pytest.mark.parametrize(
