@@ -28,7 +28,7 @@ import torch
 from cases import NAMES, Case, cases
 from msa_kernels import backend
 from peers import PEERS, Attend, NoWay
-from samples import FP8_LIMIT, LIMIT, check
+from samples import FP8_FIRST, FP8_LIMIT, LIMIT, check
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def run(peer: str, case: Case) -> dict | None:
     try:
         attend = PEERS[peer](case)
         backend.reset()
-        row |= measure(attend, case, FP8_LIMIT if peer == "triton-fp8" else LIMIT)
+        row |= measure(attend, case, peer == "triton-fp8")
         if peer in ("auto", "triton", "triton-fused", "triton-fp8"):
             row["ran"] = sorted({used.backend for used in backend.used()})
     except NoWay:
@@ -87,7 +87,7 @@ def run(peer: str, case: Case) -> dict | None:
     return row
 
 
-def measure(attend: Attend, case: Case, limit: float) -> dict:
+def measure(attend: Attend, case: Case, eight_bits: bool) -> dict:
     q, k, v, dout = case.tensors()
     leaves = [t.requires_grad_() for t in (q, k, v)]
 
@@ -98,7 +98,8 @@ def measure(attend: Attend, case: Case, limit: float) -> dict:
         return torch.autograd.grad(out, leaves, dout)
 
     out = forward()
-    errors = check(case, (q, k, v), dout, out, backward(out), limit)
+    tolerance = (FP8_LIMIT, FP8_FIRST) if eight_bits else (LIMIT, 0)
+    errors = check(case, (q, k, v), dout, out, backward(out), *tolerance)
     del out
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()

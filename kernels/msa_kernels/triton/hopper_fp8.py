@@ -8,8 +8,9 @@ order of keys within every 16: the copy of V has its keys in that order, so that
 where they are. They live within one turn of the loop, whose end forms the next scores together
 with the output: carried over it, 8-bit values would be taken apart and packed again.
 
-Tensor cores add 8-bit products up in fewer bits than fp32 has: every tile of keys is summed on its
-own and then added to an fp32 accumulator.
+Tensor cores add 8-bit products up in fewer bits than fp32 has: every tile of keys is summed on
+its own and then added to an fp32 accumulator. Left to the tensor cores, averages of 32,768 values
+around 1 come out 39 % too small on an H200, those of 131,072 67 %.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _produce(
 ):  # fmt: skip
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem = smem
-    q_full, k_full, k_free, v_full, v_free, turns = bars
+    q_full, k_full, k_free, v_full, v_free = bars
     index = walk[2]
     count = 0
     batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
@@ -100,9 +101,8 @@ def _softmax(s, m, total, factor, P_LAYOUT: gl.constexpr):
 @gluon.jit
 def _consume(
     smem, bars, walk, mask, scales, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-    PINGPONG: gl.constexpr, FLAGS: gl.constexpr, RULES: gl.constexpr, MINUS: gl.constexpr,
-    LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
@@ -111,7 +111,7 @@ def _consume(
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
 
     q_smem, k_smem, v_smem = smem
-    q_full, k_full, k_free, v_full, v_free, turns = bars
+    q_full, k_full, k_free, v_full, v_free = bars
     index = walk[2]
     tiles = walk[4]
     q_heads = walk[5]
@@ -165,28 +165,15 @@ def _consume(
                     )  # fmt: skip
                     s = gl.where(ok, s, float("-inf"))
                 p, m, total, alpha = _softmax(s, m, total, factor, P_LAYOUT)
-                if PINGPONG:
-                    mbarrier.wait(turns.index(HALF), count & 1)
                 mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
                 v = matrix(v_smem.index(stage), HEAD_DIM, BLOCK_N)
-                if PROMOTE:
-                    some = warpgroup_mma(
-                        p, v.permute((1, 0)), nothing, use_acc=False, is_async=True
-                    )
-                else:
-                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
-                    some = warpgroup_mma(p, v.permute((1, 0)), acc, is_async=True)
+                some = warpgroup_mma(p, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 mbarrier.wait(k_full.index(ahead), ((count + 1) // STAGES) & 1)
                 k = matrix(k_smem.index(ahead), BLOCK_N, HEAD_DIM)
                 s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if PINGPONG:
-                    mbarrier.arrive(turns.index(1 - HALF), count=1)
                 some = warpgroup_mma_wait(1, deps=[some])
                 mbarrier.arrive(v_free.index(stage), count=1)
-                if PROMOTE:  # noqa: SIM108
-                    acc = acc * gl.convert_layout(alpha, O_ROW)[:, None] + some
-                else:
-                    acc = some
+                acc = acc * gl.convert_layout(alpha, O_ROW)[:, None] + some
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(k_free.index(ahead), count=1)
                 factor = to_base_2 * of_keys
@@ -227,9 +214,9 @@ def forward_kernel(
     q_desc, k_desc, v_desc, q_scale, k_scale, v_scale, out, lse, pointers, middles, index, order,
     q_pos, q_doc, k_pos, k_doc, rule_values, table, table_q, table_k, q_rows, k_rows, q_start,
     k_start, q_heads, kv_heads, tiles, stride_ob, stride_os, stride_oh, head_dim, qk_scale,
-    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-    PINGPONG: gl.constexpr, FLAGS: gl.constexpr, RULES: gl.constexpr, MINUS: gl.constexpr,
-    LOOKUP: gl.constexpr, SIMPLE: gl.constexpr, GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (128 queries, BLOCK_N keys); a program per (tile, query head, batch row).
 
@@ -243,10 +230,8 @@ def forward_kernel(
     smem = (q_smem, k_smem, v_smem)
     bars = (
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
-        barriers(STAGES, 2), barriers(2, 1),
+        barriers(STAGES, 2),
     )  # fmt: skip
-    if PINGPONG:
-        mbarrier.arrive(bars[5].index(0), count=1)
     own = (gl.program_id(0) // GROUP // tiles) % kv_heads * PER_HEAD
     pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
     rule_values += own * (RULES + MINUS) * 8
@@ -262,11 +247,11 @@ def forward_kernel(
         [
             (_consume, (
                 smem, bars, walk, mask, scales, outputs, 0, GROUP, HEAD_DIM, BLOCK_N, STAGES,
-                PROMOTE, PINGPONG, FLAGS, RULES, MINUS, LOOKUP, SIMPLE,
+                FLAGS, RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (_consume, (
                 smem, bars, walk, mask, scales, outputs, 1, GROUP, HEAD_DIM, BLOCK_N, STAGES,
-                PROMOTE, PINGPONG, FLAGS, RULES, MINUS, LOOKUP, SIMPLE,
+                FLAGS, RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (_produce, (
                 (q_desc, k_desc, v_desc), smem, bars, walk, GROUP, HEAD_DIM, BLOCK_N, STAGES,

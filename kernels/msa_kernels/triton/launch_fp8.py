@@ -22,7 +22,7 @@ from msa_kernels.triton.tables import SMALLEST, Tile
 
 MAX_HEAD_DIM = 128
 LEAST_CAPABILITY = (8, 9)
-HOPPER = {"BLOCK_N": TILE, "STAGES": 3, "PROMOTE": True, "PINGPONG": False}
+HOPPER = {"BLOCK_N": TILE, "STAGES": 4}
 """Keys of a tile and how many tiles are in flight."""
 PLAIN = Tile(128, 64, 8, 2)
 
