@@ -76,7 +76,7 @@ def plot(record: dict[str, Any]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6))
     for axis, word in zip(axes, ("dense", "window"), strict=True):
         bars: dict[str, tuple[float, str]] = {}
-        for run in record["runs"]:
+        for run in reversed(record["runs"]):  # the newest is the first, and stays
             for row in run["rows"]:
                 if not row["method"].startswith(word):
                     continue

@@ -39,7 +39,9 @@ def main() -> None:
     )  # fmt: skip
     comments = [row["text"] for row in rows if row["kind"] == "comment"]
     heading = f"{HEAD}\n{found['card']}, {versions}, {found['date']}."
-    PAGE.write_text("\n\n".join([heading, steps(rows), *comments, LONGEST + longest(rows)]) + "\n")
+    after = [row["text"] for row in rows if row["kind"] == "longest comment"]
+    parts = [heading, steps(rows), *comments, LONGEST + longest(rows), *after]
+    PAGE.write_text("\n\n".join(parts) + "\n")
 
 
 def steps(rows: list[dict[str, Any]]) -> str:
