@@ -165,6 +165,11 @@ def test_what_is_planned_is_what_layers_attend(kind: str, config: dict[str, Any]
     spec = spec_of(kind, **config)
     spec = replace(spec, attention=replace(spec.attention, pattern=PATTERNS["per head"]))
     model = build_model(spec, VOCABULARY, None, CPU)
+    assert effective_patterns(spec, model) == handed_over(model)
+
+
+def handed_over(model: Any) -> list[Any]:
+    """The patterns that layers ask a context group for, in order."""
     seen = []
 
     def attend(q: Any, k: Any, v: Any, pattern: Any, **_: Any) -> Any:
@@ -173,4 +178,17 @@ def test_what_is_planned_is_what_layers_attend(kind: str, config: dict[str, Any]
 
     rows = torch.arange(8)[None]
     model(Batch(rows, rows, rows, torch.zeros_like(rows), attend=attend))  # type: ignore[arg-type]
-    assert effective_patterns(spec, model) == seen
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
+def test_models_that_keep_keywords_from_attention_are_not_split(kind: str):
+    """Each rank would attend to its own tokens alone, and say nothing."""
+    with pytest.raises(UnsupportedError, match=r"mesh.context: .*0 of 3 layers asked"):
+        handed_over(build_model(spec_of(kind), VOCABULARY, None, CPU))
+
+
+def test_convolutions_do_not_cross_documents_or_ranks():
+    spec = spec_of("zaya", num_experts=4, moe_intermediate_size=16)
+    with pytest.raises(UnsupportedError, match="conv_qk_depthwise mixes neighbouring tokens"):
+        build_model(spec, VOCABULARY, None, CPU)

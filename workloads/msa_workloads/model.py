@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from msa_kernels import hf
 from msa_kernels.pattern import Dense, Pattern, PatternError, from_dict
 from torch import nn
 
@@ -33,7 +34,7 @@ from msa_workloads.parallel.fsdp import shard_module, sum_gradients
 from msa_workloads.parallel.mesh import Mesh, MeshAxisName, UnsupportedError
 from msa_workloads.parallel.tensor import parallelize
 from msa_workloads.runspec import AttentionSpec, RunSpec
-from msa_workloads.stand_ins import logits_are_a_product, own_window
+from msa_workloads.stand_ins import Counted, logits_are_a_product, own_window
 from msa_workloads.weights import open_weights, reorder_heads
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class LanguageModel(nn.Module):
         self._loss_chunk = loss_chunk
         self._split = split
         self._kernel = kernel
+        self._attentions = len(hf.attention_layers(model))
         self.head_orders: Mapping[int, Order] = {}
         """The order in which a layer stores its key/value heads, where it is not the model's."""
         self.activations: activation.Activations | None = None
@@ -78,13 +80,24 @@ class LanguageModel(nn.Module):
     def forward(self, batch: Batch, *, per_token: bool = False) -> torch.Tensor:
         """Summed cross-entropy of a batch, a scalar; with ``per_token`` nats of shape (B, S).
 
-        Of a batch that is split over context ranks, the loss of this rank's tokens.
+        Of a batch that is split over context ranks, the loss of this rank's tokens. Raises
+        :class:`UnsupportedError` for a model that does not let attention know of those ranks.
         """
-        extra: dict[str, Any] = {"use_cache": False}
         if batch.attend is None:
-            extra["msa_document_ids"] = None if batch.whole else batch.documents
-        else:
-            extra["msa_attend"] = batch.attend
+            documents = None if batch.whole else batch.documents
+            return self._loss(batch, per_token, msa_document_ids=documents)
+        asked = Counted(batch.attend)
+        loss = self._loss(batch, per_token, msa_attend=asked)
+        if asked.calls < self._attentions:
+            raise UnsupportedError(
+                f"mesh.context: {type(self.model).__name__} does not hand its keywords on to "
+                f"attention ({asked.calls} of {self._attentions} layers asked for other ranks' "
+                "keys), so its sequences cannot be split; use context: 1"
+            )
+        return loss
+
+    def _loss(self, batch: Batch, per_token: bool, **extra: Any) -> torch.Tensor:
+        extra["use_cache"] = False
         if self._split or self._loss_chunk:
             hidden = self.model.base_model(
                 input_ids=batch.tokens, position_ids=batch.positions, **extra
@@ -150,13 +163,12 @@ def build_model(
     of which a tensor rank keeps its part, and is sharded before the next one is made. Random
     weights are drawn on ``make_on``, whose generator decides which ones they are.
     """
-    from msa_kernels import hf
-
     hf.register()
     config = _config(spec, vocabulary)
     dtype = torch.bfloat16 if spec.memory.parameters == "bf16" else torch.float32
     with torch.device("meta"):
         inner = _causal_lm().from_config(config, attn_implementation="msa", dtype=dtype)
+    _check_mixing(spec, inner)
     weights = None
     if spec.model.source is not None:
         place = spec.model.source.removeprefix("hf://")
@@ -246,13 +258,25 @@ def _config(spec: RunSpec, vocabulary: int) -> Any:
     return config
 
 
+def _check_mixing(spec: RunSpec, inner: Any) -> None:
+    """Refuse a convolution over tokens where they are of several documents or on several ranks."""
+    mixing = [
+        name for name, module in inner.base_model.named_modules()
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+    ]  # fmt: skip
+    if mixing and (spec.data.packing or spec.mesh.context > 1):
+        raise UnsupportedError(
+            f"model.config.model_type: {mixing[0]} mixes neighbouring tokens outside attention, "
+            "across packed documents and not across context ranks; use data.packing: false and "
+            "context: 1"
+        )
+
+
 def effective_patterns(spec: RunSpec, model: nn.Module) -> list[Pattern]:
     """The pattern of every layer over all heads, the model's own sliding windows included.
 
     Heads are in the model's order, however they are stored.
     """
-    from msa_kernels import hf
-
     layers = hf.attention_layers(model)
     windows = [own_window(layer) for layer in layers]
     return [

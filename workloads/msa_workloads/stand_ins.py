@@ -8,6 +8,7 @@ config fields) is never complete.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,3 +113,15 @@ def own_window(layer: Any) -> int | None:
     code = inspect.unwrap(type(layer).forward).__code__
     reads = "sliding_window" in (*code.co_consts, *code.co_names)
     return (getattr(layer.config, "sliding_window", None) or None) if reads else None
+
+
+class Counted:
+    """A function that counts its calls: whether a model's own code has used what it was given."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.calls = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls += 1
+        return self._function(*arguments, **named)
