@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from msa_kernels.blocks import Runs
-from msa_kernels.plan import PartPlan
+from msa_kernels.plan import GradDtypes, PartPlan
 from msa_kernels.rules import Part, Rule
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -142,14 +142,14 @@ class Banded(ABC):
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
-        scale: float, grad_dtype: torch.dtype,
+        scale: float, grad_dtypes: GradDtypes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         del delta  # these libraries form rowsum(dout * out) themselves
         calls = _calls(plan)
         if len(calls) == 1 and _covers(calls[0], q, k):
             found = self.band_backward(q, k, v, out, dout, lse, calls[0], scale, None)
-            dq, dk, dv = (grad.to(grad_dtype) for grad in found)
-            return dq, dk, dv
+            dq, dk, dv = found
+            return dq.to(grad_dtypes[0]), dk.to(grad_dtypes[1]), dv.to(grad_dtypes[1])
         dq = (q.new_empty if _full(calls, q) else q.new_zeros)(q.shape)
         # The widest stretch of keys is written in place; what narrower ones share with it is
         # added, rounded once more.
@@ -171,7 +171,7 @@ class Banded(ABC):
                 _rows(dk, band.k).add_(some_dk)
                 _rows(dv, band.k).add_(some_dv)
             written.append(band.k)
-        return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
+        return dq.to(grad_dtypes[0]), dk.to(grad_dtypes[1]), dv.to(grad_dtypes[1])
 
 
 def _calls(plan: PartPlan) -> tuple[Band, ...]:

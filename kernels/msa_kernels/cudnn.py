@@ -18,7 +18,7 @@ import torch
 from msa_kernels import intervals
 from msa_kernels.fused import row_delta
 from msa_kernels.pattern import PatternError
-from msa_kernels.plan import PartPlan, Request
+from msa_kernels.plan import GradDtypes, PartPlan, Request
 
 CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 HEAD_DIMS = (*range(8, 129, 8), 256)
@@ -108,7 +108,7 @@ class CudnnIntervals:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
-        scale: float, grad_dtype: torch.dtype,
+        scale: float, grad_dtypes: GradDtypes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         q, k, v, out = (_native(t) for t in (q, k, v, out))
         dout = _native(dout.to(q.dtype))
@@ -131,7 +131,7 @@ class CudnnIntervals:
             q, k, v, out, dout, lse, dq, dk, dv, mask, dlse,
             workspace=_workspace(runner, q.device), softmax_scale=scale,
         )  # fmt: skip
-        return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
+        return dq.to(grad_dtypes[0]), dk.to(grad_dtypes[1]), dv.to(grad_dtypes[1])
 
     def _mask(
         self, plan: PartPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool

@@ -19,7 +19,7 @@ import torch
 from msa_kernels import fused
 from msa_kernels.blocks import Runs
 from msa_kernels.pattern import Pattern
-from msa_kernels.plan import PartPlan, TileKernel, plan, stack
+from msa_kernels.plan import GradDtypes, PartPlan, TileKernel, plan, stack
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -79,29 +79,31 @@ def backward(
     keys: Runs,
     scale: float,
     grad_dtype: torch.dtype | None = None,
+    dq_dtype: torch.dtype | None = None,
 ) -> Gradients:
-    """dQ, dK, dV in ``grad_dtype`` (that of q when None).
+    """dQ, dK, dV in ``grad_dtype`` (that of q when None), dQ in ``dq_dtype`` where that is given.
 
     ``out``, ``lse`` and ``delta`` are those of the whole softmax, over every part and rank;
     delta = rowsum(dout * out) - dlse, (B, Hq, Sq) like ``lse``; None leaves rowsum(dout * out) to
     a kernel that forms it.
     """
     dtype = grad_dtype or q.dtype
+    dtypes = (dq_dtype or dtype, dtype)
     groups = head_groups(pattern, q.shape[2], k.shape[2])
     if len(groups) == 1:
         parts = plan(groups[0].pattern, queries, keys)
-        return _backward_group(kernel, q, k, v, out, dout, lse, delta, parts, scale, dtype)
+        return _backward_group(kernel, q, k, v, out, dout, lse, delta, parts, scale, dtypes)
     stacked = _stack(kernel, pattern, k, queries, keys)
     if stacked is not None:
-        return kernel.backward(q, k, v, out, dout, lse, delta, stacked, scale, dtype)
-    dq, dk, dv = (torch.empty(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
+        return kernel.backward(q, k, v, out, dout, lse, delta, stacked, scale, dtypes)
+    dq, dk, dv = _empty_like((q, k, v), dtypes)
     for group in groups:
         parts = plan(group.pattern, queries, keys)
         heads = group.query_heads(lse.device)
         some = _backward_group(
             kernel, group.queries(q), group.keys(k), group.keys(v), group.queries(out),
             group.queries(dout),
-            lse[:, heads], None if delta is None else delta[:, heads], parts, scale, dtype,
+            lse[:, heads], None if delta is None else delta[:, heads], parts, scale, dtypes,
         )  # fmt: skip
         group.put_queries(dq, some[0])
         group.put_keys(dk, some[1])
@@ -194,23 +196,36 @@ def _forward_group(
 def _backward_group(
     kernel: TileKernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
     dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None,
-    parts: tuple[PartPlan, ...], scale: float, dtype: torch.dtype,
+    parts: tuple[PartPlan, ...], scale: float, dtypes: GradDtypes,
 ) -> Gradients:  # fmt: skip
     if not parts:
-        dq, dk, dv = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = (grad.zero_() for grad in _empty_like((q, k, v), dtypes))
         return dq, dk, dv
-    partial_dtype = dtype if len(parts) == 1 else accumulator(q.dtype)
+    wide = accumulator(q.dtype)
+    partial_dtypes = dtypes if len(parts) == 1 else (wide, wide)
     found: list[Gradients] = []
     for part in parts:
         dq, dk, dv = kernel.backward(
             fold(q, part, part.q_order), fold(k, part, part.k_order), fold(v, part, part.k_order),
             fold(out, part, part.q_order), fold(dout, part, part.q_order), fold_rows(lse, part),
-            None if delta is None else fold_rows(delta, part), part, scale, partial_dtype,
+            None if delta is None else fold_rows(delta, part), part, scale, partial_dtypes,
         )  # fmt: skip
         found.append(
             (unfold(dq, part), unfold(dk, part, keys=True), unfold(dv, part, keys=True))
         )  # fmt: skip
-    dq, dk, dv = (fused.add(grads, dtype) for grads in zip(*found, strict=True))
+    each = (dtypes[0], dtypes[1], dtypes[1])
+    dq, dk, dv = (
+        fused.add(grads, dtype)
+        for grads, dtype in zip(zip(*found, strict=True), each, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _empty_like(tensors: Gradients, dtypes: GradDtypes) -> Gradients:
+    """Contiguous, of the shapes of q, k and v."""
+    q, k, v = tensors
+    dq = torch.empty(q.shape, dtype=dtypes[0], device=q.device)
+    dk, dv = (torch.empty(t.shape, dtype=dtypes[1], device=t.device) for t in (k, v))
     return dq, dk, dv
 
 

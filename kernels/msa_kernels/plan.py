@@ -154,6 +154,10 @@ class PartPlan:
             return self._kept[key]
 
 
+GradDtypes = tuple[torch.dtype, torch.dtype]
+"""Of dQ, and of dK and dV: one may be final where the other is still added to."""
+
+
 class TileKernel(Protocol):
     """Attention over the tiles of one part; knows positions, documents and nothing of patterns.
 
@@ -181,9 +185,9 @@ class TileKernel(Protocol):
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
-        scale: float, grad_dtype: torch.dtype,
+        scale: float, grad_dtypes: GradDtypes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """dQ, dK, dV in ``grad_dtype``, accumulated in fp32.
+        """dQ, dK, dV in ``grad_dtypes``, accumulated in fp32.
 
         ``out``, ``lse`` and ``delta`` are those of the whole softmax, of which this part may be a
         piece (other parts, other ranks); delta = rowsum(dout * out) - dlse, None only where

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from msa_kernels.masks import element_mask
-from msa_kernels.plan import PartPlan, Request
+from msa_kernels.plan import GradDtypes, PartPlan, Request
 
 BLOCK_Q = 64
 """Query rows of a tile. Larger wastes pairs at the edges of a window, smaller wastes the matrix
@@ -104,13 +104,13 @@ class TorchTiles:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
-        scale: float, grad_dtype: torch.dtype,
+        scale: float, grad_dtypes: GradDtypes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         assert delta is not None
         work = _working(q.dtype)
         groups = _Groups(q.shape[0], q.shape[2], k.shape[2])
         keys, values = groups.keys(k), groups.keys(v)
-        dq = torch.zeros_like(q, dtype=grad_dtype, memory_format=torch.contiguous_format)
+        dq = torch.zeros_like(q, dtype=grad_dtypes[0], memory_format=torch.contiguous_format)
         dk = torch.zeros_like(keys, dtype=work, memory_format=torch.contiguous_format)
         dv = torch.zeros_like(values, dtype=work, memory_format=torch.contiguous_format)
         for tile in schedule(plan):
@@ -136,7 +136,7 @@ class TorchTiles:
                     total.baddbmm_(slopes, some_keys)
             if total is not None:
                 dq[:, tile.begin : tile.end] = groups.rows(total.mul_(scale))
-        return dq, groups.unstacked(dk, grad_dtype), groups.unstacked(dv, grad_dtype)
+        return dq, groups.unstacked(dk, grad_dtypes[1]), groups.unstacked(dv, grad_dtypes[1])
 
 
 def schedule(plan: PartPlan, block_q: int = BLOCK_Q, block_k: int = BLOCK_K) -> tuple[Tile, ...]:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msa_kernels import engine
 from msa_kernels import plan as plans
 from msa_kernels.blocks import Runs
-from msa_kernels.pattern import Columns, Dense, Dilated, Union, Window
+from msa_kernels.fused import row_delta
+from msa_kernels.pattern import Block, Columns, Dense, Dilated, Pattern, PerHead, Union, Window
 from msa_kernels.placement import Placement
 from msa_kernels.plan import PartPlan, packed, plan, varlen, whole
 from msa_kernels.testing import patterns, placed, seen_pairs
+from msa_kernels.tiled import TorchTiles
 
 CPU = torch.device("cpu")
 
@@ -163,3 +166,28 @@ def test_masks_of_all_plans_stay_within_their_budgets(monkeypatch: pytest.Monkey
     made.clear()
     assert torch.equal(attend(100), first[0])
     assert len(made) == again + all_of_it, "that of the first plan had to go"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Window(20),
+        Union((Block(16), Dilated(4))),
+        PerHead((Window(9), Dense())),
+        PerHead((Union((Block(8), Dilated(4))), Window(3))),
+    ],
+    ids=["one part", "parts that are added", "heads apart", "heads apart, parts added"],
+)
+def test_dq_is_rounded_once_whatever_dk_and_dv_are(pattern: Pattern) -> None:
+    make = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 64, 4, 8, generator=make).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 64, 2, 8, generator=make).bfloat16() for _ in range(2))
+    kernel, runs = TorchTiles(), (Runs.whole(64), Runs.whole(64))
+    out, lse = engine.forward(kernel, q, k, v, pattern, *runs, 0.3)
+    inputs = (kernel, q, k, v, out, dout, lse, row_delta(dout, out, None), pattern, *runs, 0.3)
+    wide = engine.backward(*inputs, torch.float32)
+    mixed = engine.backward(*inputs, torch.float32, torch.bfloat16)
+    assert torch.equal(mixed[0], wide[0].bfloat16())
+    assert mixed[1].dtype == torch.float32
+    assert torch.equal(mixed[1], wide[1])
+    assert torch.equal(mixed[2], wide[2])

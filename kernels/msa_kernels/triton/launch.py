@@ -18,7 +18,7 @@ import torch
 import triton
 
 from msa_kernels.pattern import PatternError
-from msa_kernels.plan import PartPlan, Request
+from msa_kernels.plan import GradDtypes, PartPlan, Request
 from msa_kernels.triton import backward, forward, stats, tables
 from msa_kernels.triton.lists import device_lists
 from msa_kernels.triton.predicate import Predicate, encode, unsupported
@@ -114,22 +114,23 @@ class TritonKernel:
     def backward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
         dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None, plan: PartPlan,
-        scale: float, grad_dtype: torch.dtype,
+        scale: float, grad_dtypes: GradDtypes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         assert delta is not None
         dout = dout.to(q.dtype)
         if dout.stride(-1) != 1:
             dout = dout.contiguous()
-        dq = _sums(q) if self._fused else torch.empty(q.shape, dtype=grad_dtype, device=q.device)
-        dk = torch.empty(k.shape, dtype=grad_dtype, device=q.device)
-        dv = torch.empty(v.shape, dtype=grad_dtype, device=q.device)
+        of_queries, of_keys = grad_dtypes
+        dq = _sums(q) if self._fused else torch.empty(q.shape, dtype=of_queries, device=q.device)
+        dk = torch.empty(k.shape, dtype=of_keys, device=q.device)
+        dv = torch.empty(v.shape, dtype=of_keys, device=q.device)
         lse, delta = stats.padded_stats(lse, delta)
         if self._uses_hopper(q, k, v, dout):
             self._hopper_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
         else:
             self._plain_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
         if self._fused:
-            dq = stats.scaled(dq, scale, grad_dtype)
+            dq = stats.scaled(dq, scale, of_queries)
         return dq, dk, dv
 
     def _hopper_backward(

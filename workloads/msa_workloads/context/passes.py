@@ -238,9 +238,9 @@ class _Backward:
         rounded = getattr(call.kernel, "rounds", False) and not plan.split
         self.pieces = self.dtype if rounded else self.work
         rows = keys.k.shape[1]
-        self.dq, self.dk, self.dv = (
-            _Sum(n, self.pieces) for n in (inputs[0].shape[1], rows, rows)
-        )
+        # Nothing is added to a query's gradient where one pass has all of its keys.
+        self.dq = _Sum(inputs[0].shape[1], self.pieces if plan.split else self.dtype)
+        self.dk, self.dv = _Sum(rows, self.pieces), _Sum(rows, self.pieces)
         self.returning: list[tuple[Stage, Pending]] = []
 
     def _shape(self, stage: Stage) -> tuple[int, ...]:
@@ -300,7 +300,7 @@ class _Backward:
         dq, dk, dv = engine.backward(
             self.call.kernel, rows.take(q), k, v, rows.take(out), rows.take(dout),
             rows.take(lse, 2), None if delta is None else rows.take(delta, 2), self.plan.pattern,
-            one.queries, one.keys, self.scale, self.pieces,
+            one.queries, one.keys, self.scale, self.pieces, self.dq.dtype,
         )  # fmt: skip
         self.dq.add(rows, dq)
         for n, (total, grad) in enumerate(((self.dk, dk), (self.dv, dv))):
