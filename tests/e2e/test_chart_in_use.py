@@ -35,7 +35,7 @@ USUAL = (
     "--set=rbac.clusterRead=false,rbac.aggregate=false",
     "--set=settings.checkpoint.uri=s3://bucket/runs",
     # A run moves on when it is looked at; a successor is not waited for.
-    "--set-json=settings.progressSeconds=0.5",
+    "--set-json=settings.progressSeconds=0.2",
     '--set-json=settings.lease={"durationSeconds": 4, "renewSeconds": 3, "retrySeconds": 0.5}',
 )
 VERBS = {"GET": "get", "LIST": "list", "CREATE": "create", "PATCH": "patch", "PUT": "update",

@@ -26,7 +26,7 @@ USUAL: dict[str, Any] = {
     "image": "flash-msa-worker:test",
     "rayVersion": "2.60.0",
     # A run moves on when it is looked at: the more often, the sooner the test is over.
-    "progressSeconds": 0.5,
+    "progressSeconds": 0.2,
     "resyncSeconds": 5,
     "headMemory": "1Gi",
     "headCpu": "100m",
