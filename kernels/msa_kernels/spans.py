@@ -135,15 +135,17 @@ class Spans:
 
         A tile's queries may be of several blocks of the list, so that pieces cover it together.
         """
-        width = -(-self.other.rows // self.block_other) + 1
+        width = (-(-self.other.rows // self.block_other)).bit_length()
         bits = self.block_own.bit_length()
         shift = bits + len(self.part.rules).bit_length()
+        # Half as wide, twice as fast; sums that pass its ends come back from the other one.
+        kind = np.int32 if self._tiles << (width + shift) < 1 << 31 else np.int64
         keys, full = [], []
-        for first, count in self._marked(width, bits, shift):
-            number = np.repeat(first - ((np.cumsum(count) - count) << shift), count)
-            number += np.arange(len(number)) << shift
+        for first, count in self._marked(width, bits, shift, kind):
+            number = np.repeat(first - ((np.cumsum(count, dtype=kind) - count) << shift), count)
+            number += np.arange(len(number), dtype=kind) << shift
             number.sort()
-            rows = (number & ((1 << bits) - 1)).astype(np.int32)
+            rows = number & ((1 << bits) - 1)
             number >>= bits
             begins = _changes(number)
             whole = np.add.reduceat(rows, begins) == self.block_own
@@ -153,17 +155,18 @@ class Spans:
                 number, whole = number[begins], np.logical_or.reduceat(whole, begins)
             keys.append(number)
             full.append(whole)
-        key = np.concatenate([*keys, np.empty(0, np.int64)])
-        owner = key // width
-        index = (key - owner * width).astype(np.int32)
-        per_tile = np.bincount(owner, minlength=self._tiles)
+        key = np.concatenate([*keys, np.empty(0, kind)])
+        index = (key & ((1 << width) - 1)).astype(np.int32, copy=False)
+        per_tile = np.bincount(key >> width, minlength=self._tiles)
         return self._lists(per_tile, index, np.concatenate([*full, np.empty(0, bool)]))
 
-    def _marked(self, width: int, bits: int, shift: int) -> Iterator[tuple[Ints, Ints]]:
+    def _marked(
+        self, width: int, bits: int, shift: int, kind: type[np.signedinteger]
+    ) -> Iterator[tuple[Ints, Ints]]:
         """First tiles of stretches and their lengths, all of some tiles at a time.
 
-        A tile is one number: ``tile * width`` plus the tile of the other side, shifted, then its
-        rule, then in ``bits`` the rows that the stretch covers whole, 0 where it is partial.
+        A tile is one number of a ``kind``: the tile, in ``width`` bits the tile of the other side,
+        its rule, and in ``bits`` the rows that the stretch covers whole, 0 where it is partial.
         """
         pieces = _pieces(self.own, self.other, self.block_own)
         weight = sum(_named(rule, pieces, self.by_key) for rule in self.part.rules)
@@ -172,14 +175,15 @@ class Spans:
             for at, span in enumerate(self._spans(pieces[some])):
                 low = np.minimum(np.maximum(span.full_begin, span.begin), span.end)
                 high = np.minimum(np.maximum(span.full_end, low), span.end)
-                tile = span.tile * width
+                tile = span.tile << width
                 for begin, end, rows in (
                     (span.begin, low, 0), (low, high, span.rows), (high, span.end, 0),
                 ):  # fmt: skip
                     firsts.append(((tile + begin) << shift) + ((at << bits) + rows))
                     counts.append(end - begin)
                     tiles.append(span.tile)
-            first, count = np.concatenate(firsts), np.concatenate(counts)
+            first = np.concatenate(firsts).astype(kind, copy=False)
+            count = np.concatenate(counts).astype(kind, copy=False)
             if int(count.sum()) <= 4 * _AT_ONCE:
                 if count.any():
                     yield first, count

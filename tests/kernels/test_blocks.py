@@ -131,6 +131,17 @@ def test_long_block_lists_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
             assert (getattr(whole, name) == getattr(pieces, name)).all()
 
 
+@pytest.mark.parametrize("tiles", [1000, 4097])
+def test_lists_of_many_tiles_are_what_the_list_names(tiles: int) -> None:
+    """The longer ones are sorted as wider numbers than the others."""
+    rows = tuple(tuple(sorted({0, q // 3, q})) for q in range(tiles))
+    runs = Runs.whole(tiles * 128)
+    lists = Spans(BlockList(128, rows).parts()[0], runs, runs, 128, 128, False).lists()
+    assert (lists.ptr == np.cumsum([0, *map(len, rows)])).all()
+    assert (lists.index == np.concatenate(rows)).all()
+    assert lists.full.sum() == len(lists.index) - tiles
+
+
 @pytest.mark.parametrize("pattern", [Window(8192), SinkWindow(8192, 512)])
 def test_a_million_tokens_need_little_memory(pattern: Window | SinkWindow) -> None:
     runs = Runs.whole(1 << 20)
