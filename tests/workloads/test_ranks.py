@@ -163,6 +163,8 @@ def test_what_this_release_cannot_do_is_refused(
         ({"vocab_size": 100}, "found 100, tokenizer 'bytes' needs at least 260"),
         ({"max_position_embeddings": 64}, "found 96, the model's max_position_embeddings"),
         ({"pad_token_id": 128_001}, "pad_token_id: found 128001, the vocabulary ends at 259"),
+        ({"attention_dropout": 0.1}, "attention_dropout: found 0.1, and .*; use 0"),
+        ({"model_type": "mixtral", "output_router_logits": True}, "output_router_logits: .*false"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(

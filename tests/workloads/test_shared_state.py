@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from msa_workloads.context.attention import ContextPlan, Options, context_attent
 from msa_workloads.context.home import Home
 from msa_workloads.context.layout import contiguous
 from msa_workloads.context.split import Split
-from msa_workloads.corpus import Corpus, build_index
+from msa_workloads.corpus import Corpus, build_index, differing
 from msa_workloads.runspec import RunSpec
 from msa_workloads.sources import open_source
 from msa_workloads.tokens import ByteTokenizer
@@ -117,6 +118,23 @@ def test_threads_read_documents_of_one_corpus(
 
     for _ in range(5):
         assert at_once(all_documents) == [wanted] * THREADS
+
+
+def test_machines_that_hold_other_files_are_noticed_before_anything_is_read(
+    text_folder: Path, tmp_path: Path
+):
+    """The index is rank 0's; others would read other text under the same names, or none."""
+    other = tmp_path / "other"
+    shutil.copytree(text_folder, other)
+    index = build_index(open_source(f"file://{text_folder}/*.txt"), ByteTokenizer(), "text")
+    there = open_source(f"file://{other}/*.txt")
+    assert differing(there, index) is None
+    (other / "more.txt").write_text("of no concern")
+    assert differing(open_source(f"file://{other}/*.txt"), index) is None
+    (other / "d07.txt").write_text("shorter")
+    assert differing(there, index) == "d07.txt"
+    (other / "d03.txt").unlink()
+    assert differing(open_source(f"file://{other}/*.txt"), index) == "d03.txt"
 
 
 def go_on(specs: list[str]) -> list[list[dict[str, Any]]]:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from msa_workloads.heads import Order
 from msa_workloads.model import LanguageModel
-from msa_workloads.parallel.collective import on_rank_zero
+from msa_workloads.parallel.collective import on_all_ranks, on_rank_zero
 from msa_workloads.permutation import key
 from msa_workloads.runspec import RunSpec
 from msa_workloads.storage import Store
@@ -140,8 +140,7 @@ class Checkpointer:
             seen = self.store.read(name) == b"shared?"
         except FileNotFoundError:
             seen = False
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, seen)
+        ranks = on_all_ranks(seen)
         on_rank_zero(lambda: self.store.delete(PROBE, MARKER))
         if not all(ranks):
             blind = [rank for rank, sees in enumerate(ranks) if not sees]

@@ -81,6 +81,15 @@ def build_index(source: Source, tokenizer: Tokenizer, text_field: str) -> Index:
     )
 
 
+def differing(source: Source, index: Index) -> str | None:
+    """The first object that this process does not see as the index has it, or None; found by names
+    and sizes. Objects with versions are the same for everybody, and checked when they are read."""
+    if all(entry.version for entry in index.entries):
+        return None
+    here = {entry.name: entry.size for entry in source.entries()}
+    return next((e.name for e in index.entries if here.get(e.name) != e.size), None)
+
+
 def split(index: Index, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Document numbers for training and for evaluation, by whole documents.
 

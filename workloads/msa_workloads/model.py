@@ -39,6 +39,12 @@ from msa_workloads.weights import open_weights, reorder_heads
 
 log = logging.getLogger(__name__)
 
+NOT_TRAINED = {
+    "attention_dropout": "attention that drops out is not implemented; use 0",
+    "output_router_logits": "the loss that balances experts is not part of a run's; use false",
+}
+"""Fields of a config that ask for what a run would leave out, and what to do."""
+
 
 class LanguageModel(nn.Module):
     """A causal language model that returns losses, so that logits need never be whole."""
@@ -244,6 +250,9 @@ def _config(spec: RunSpec, vocabulary: int) -> Any:
             f"model.config.vocab_size: found {text.vocab_size}, tokenizer "
             f"{spec.model.tokenizer!r} needs at least {vocabulary}"
         )
+    for name, why in NOT_TRAINED.items():
+        if found := getattr(text, name, None):
+            raise UnsupportedError(f"model.config.{name}: found {found}, and {why}")
     padding = getattr(text, "pad_token_id", None)
     if isinstance(padding, int) and not -text.vocab_size <= padding < text.vocab_size:
         raise UnsupportedError(

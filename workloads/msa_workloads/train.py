@@ -24,7 +24,7 @@ from msa_workloads.checkpoint import Checkpointer, CheckpointError, Marker
 from msa_workloads.context.account import timed
 from msa_workloads.context.home import Packing
 from msa_workloads.context.run import context_split
-from msa_workloads.corpus import Corpus, Index, build_index, split
+from msa_workloads.corpus import Corpus, Index, build_index, differing, split
 from msa_workloads.data import EVALUATION_SEED, Loader, Prefetcher, StepData, Stream
 from msa_workloads.display import heads_line
 from msa_workloads.evaluate import HeldOut, evaluate, move, order1_bits_per_byte
@@ -38,13 +38,13 @@ from msa_workloads.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from msa_workloads.parallel.collective import meet, on_rank_zero, sum_over_ranks
+from msa_workloads.parallel.collective import meet, on_all_ranks, on_rank_zero, sum_over_ranks
 from msa_workloads.parallel.fsdp import reduce_on_last
 from msa_workloads.parallel.mesh import Mesh, World, build_mesh, check_supported, join_world
 from msa_workloads.parallel.watch import Watch
 from msa_workloads.progress import ALONE, Control, Sink, StepRow
 from msa_workloads.runspec import RunSpec
-from msa_workloads.sources import open_source
+from msa_workloads.sources import DataError, open_source
 from msa_workloads.storage import open_store
 from msa_workloads.tokens import open_tokenizer
 
@@ -261,6 +261,12 @@ def open_data(spec: RunSpec) -> Data:
     """Index the source on rank 0, share the index, and split it; collective."""
     source, tokenizer = open_source(spec.data.source), open_tokenizer(spec.model.tokenizer)
     index: Index = on_rank_zero(lambda: build_index(source, tokenizer, spec.data.text_field))
+    for rank, name in enumerate(on_all_ranks(differing(source, index))):
+        if name is not None:
+            raise DataError(
+                f"{spec.data.source}: rank {rank} does not see {name} as rank 0 does; use a "
+                "folder that all machines share, or s3://"
+            )
     corpus = Corpus(source, tokenizer, spec.data.text_field, index)
     training, held = split(index, spec.data.holdout_fraction)
     length, packing = spec.sequence.length, spec.data.packing

@@ -64,6 +64,13 @@ def _travelling(error: Exception) -> Exception:
     return made
 
 
+def on_all_ranks(mine: T) -> list[T]:
+    """What every rank gives, by rank, on all of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def meet() -> None:
     """Return when every rank is here, however much later than the others one of them comes."""
     _wait_for(1, dist.get_world_size())
