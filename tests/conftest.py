@@ -35,9 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in full]
-    # The longest pieces first, so that no process ends up waiting for another's.
+    # The longest pieces first, so that no process ends up waiting for another's: the cluster,
+    # files that are slow as a whole, and those that have a slow test.
     long = ("cluster", "slow")
-    items.sort(key=lambda item: [item.parent.get_closest_marker(mark) is None for mark in long])
+    some = {item.path for item in items if item.get_closest_marker("slow")}
+
+    def length(item: pytest.Item) -> list[bool]:
+        whole = [item.parent.get_closest_marker(mark) is None for mark in long]
+        return [*whole, item.path not in some]
+
+    items.sort(key=length)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu or _has_gpu():
         return
