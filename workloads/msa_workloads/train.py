@@ -39,7 +39,7 @@ from msa_workloads.optimizer import (
     set_learning_rate,
 )
 from msa_workloads.parallel.collective import meet, on_all_ranks, on_rank_zero, sum_over_ranks
-from msa_workloads.parallel.fsdp import reduce_on_last
+from msa_workloads.parallel.fsdp import accumulate
 from msa_workloads.parallel.mesh import Mesh, World, build_mesh, check_supported, join_world
 from msa_workloads.parallel.watch import Watch
 from msa_workloads.progress import ALONE, Control, Sink, StepRow
@@ -95,9 +95,11 @@ def _run(spec: RunSpec, sink: Sink, control: Control, world: World) -> dict[str,
     torch.manual_seed(mesh.own_seed(spec.training.seed))
 
     data = open_data(spec)
-    # FSDP also keeps fp32 master weights beside bf16 compute, so bf16 uses it on one rank too.
-    masters = spec.training.precision == "bf16" and spec.memory.parameters == "fp32"
-    sharded = world.size > 1 or masters
+    # FSDP also keeps fp32 master weights beside bf16 compute, or adds up the gradients of bf16
+    # weights in fp32, so bf16 uses it on one rank too.
+    narrow = spec.memory.parameters == "bf16"
+    wide = spec.training.precision == "bf16" and (not narrow or spec.sequence.accumulation > 1)
+    sharded = world.size > 1 or wide
     vocabulary = data.corpus.tokenizer.vocabulary
     content = data.corpus.index.content
     checkpoints = Checkpointer(open_store(spec.checkpoint.uri), spec)
@@ -249,7 +251,7 @@ def train_step(model: LanguageModel, read: StepData, valid: int, mesh: Mesh) -> 
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for number, batch in enumerate(read.batches):
-        reduce_on_last(model, number == len(read.batches) - 1)
+        accumulate(model, number == len(read.batches) - 1)
         loss = model(move(batch, mesh.device)) / divisor(valid)
         loss.backward()
         total += loss.detach()

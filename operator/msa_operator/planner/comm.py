@@ -52,11 +52,11 @@ def step_bytes(
     """Bytes received by one rank in a step of ``micro_batches``, ``tokens`` local tokens each.
 
     ``halo`` is :attr:`~msa_operator.planner.context.ContextChoice.halo`. Parameters are gathered
-    for forward and for backward of every micro-batch and gradients reduced once, in fp32.
+    for forward and for backward of every micro-batch, and gradients reduced in each, in fp32.
     """
     shards = mesh.data_shard * mesh.context
     local = shape.parameters / mesh.tensor
-    data = local * (shards - 1) / shards * (2 * width * micro_batches + 4)
+    data = local * (shards - 1) / shards * (2 * width + 4) * micro_batches
     data += 2 * 4 * local / shards * (mesh.data_replicate - 1) / mesh.data_replicate
     passes = 3 if recompute else 2
     part = (mesh.tensor - 1) / mesh.tensor

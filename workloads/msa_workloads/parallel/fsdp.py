@@ -46,7 +46,15 @@ def sum_gradients(modules: Iterable[nn.Module]) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def reduce_on_last(model: nn.Module, last: bool) -> None:
-    """Reduce gradients over ranks only in the last micro-batch of a step."""
+def accumulate(model: nn.Module, last: bool) -> None:
+    """How the gradients of the next micro-batch are added up; ``last`` of its step.
+
+    Those of fp32 weights are reduced in every micro-batch, and each rank adds up its own shard: a
+    sum of whole gradients would be four bytes for every parameter of the model on every rank. Over
+    replicas they are reduced in the last one. bf16 weights, whose shards would add up in bf16,
+    keep the whole sum in fp32.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        narrow = any(p.dtype.itemsize < 4 for p in model.parameters())
+        model.set_requires_gradient_sync(last or not narrow)
+        model.set_requires_all_reduce(last)
