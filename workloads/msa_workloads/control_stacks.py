@@ -12,7 +12,6 @@ from typing import Any
 
 from msa_workloads.control import RankReport, RunState
 from msa_workloads.control_worker import dump_by_signal, headline
-from msa_workloads.storage import open_store
 
 FOLDER = "stacks"
 
@@ -51,6 +50,9 @@ def dump_stacks(state: RunState, uri: str, ask: Callable[[], int]) -> dict[str, 
         last = min(mute, key=lambda report: report.place)
         lagging = {"rank": last.rank, "step": last.step, "node": last.node}
     texts |= _by_signal(mute)
+    # With PyTorch, for which the control endpoint does not wait.
+    from msa_workloads.storage import open_store
+
     store = open_store(uri)
 
     def write(rank: int) -> None:
@@ -106,10 +108,10 @@ class Watch:
 
     def stacks(self) -> dict[str, Any]:
         """See :func:`msa_workloads.control_stacks.dump_stacks`."""
-        import ray
-
         if self._board is None:
             raise RuntimeError("no rank runs yet")
+        import ray
+
         board = self._board
         return dump_stacks(
             self.state, self.state.checkpoint_uri, lambda: ray.get(board.dump.remote())

@@ -17,18 +17,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from msa_workloads.container_log import container_log, copied
 from msa_workloads.control import RunState
 from msa_workloads.control_http import PORT, ControlServer, cluster_token
 from msa_workloads.control_stacks import Watch
 from msa_workloads.failures import headline
-from msa_workloads.launch import Drained, RunFailed, run_on_ray
-from msa_workloads.progress import METRICS
-from msa_workloads.report import REPORT, SUMMARY
 from msa_workloads.runspec import RunSpec, RunSpecError
-from msa_workloads.storage import open_store
 
 DONE, FAILED, DRAINED = 0, 1, 75
 
@@ -84,6 +78,10 @@ def main(arguments: list[str]) -> int:
 
 def _train(spec: RunSpec, watch: Watch, *, resume: bool) -> int:
     """Last step of a run that was trained to its end."""
+    from rich.console import Console
+
+    from msa_workloads.launch import run_on_ray
+
     console = Console(width=WIDTH, highlight=False)
     summary = run_on_ray(spec, resume=resume, console=console, watch=watch)
     _keep_report(spec)
@@ -95,6 +93,10 @@ def _keep_report(spec: RunSpec) -> None:
 
     The model is trained by now, so a place that cannot be written to is only said.
     """
+    from msa_workloads.progress import METRICS
+    from msa_workloads.report import REPORT, SUMMARY
+    from msa_workloads.storage import open_store
+
     try:
         store = open_store(spec.checkpoint.uri)
         for name in (SUMMARY, REPORT, METRICS):
@@ -107,6 +109,9 @@ def _keep_report(spec: RunSpec) -> None:
 
 def _end(state: RunState, train: Callable[[], int]) -> int:
     """Train, and tell the state and whoever reads the log how it ended."""
+    # PyTorch takes seconds to import: until then a bad spec is refused and the endpoint answers.
+    from msa_workloads.launch import Drained, RunFailed
+
     try:
         state.ended("finished", checkpoint_step=train())
         return DONE
