@@ -5,6 +5,7 @@ Layout everywhere is (batch, sequence, heads, head size). See docs/attention.md.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -79,7 +80,7 @@ def msa_attention(
         pattern, documents = pattern.pattern, pattern.documents
     check_pattern(pattern)
     placement = _placement(q, k, pattern, documents, align)
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = check_scale(scale, q.shape[3])
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     compiling = torch.compiler.is_compiling()
     direct = None
@@ -120,6 +121,17 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
     if wide or not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The number that scores are multiplied by; raises unless it is positive and finite."""
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    if not 0 < factor < math.inf:
+        raise ValueError(
+            f"scale multiplies the scores and must be positive, found {factor}; negate q for a "
+            "negative one"
+        )
+    return factor
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -214,3 +214,4 @@ def test_the_plain_kernels_in_e4m3_fit(target: int) -> None:
         made = compile_kernel(kernel, target, common | more, {"num_warps": 8}, types=pairs)
         assert made.metadata.shared <= SHARED_MEMORY[target]
         assert "cvt.rn.satfinite.e4m3x2" in made.asm["ptx"]
+        assert re.search(r"(min|max)(\.xorsign\.abs)?\.NaN", made.asm["ptx"])

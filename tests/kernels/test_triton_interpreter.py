@@ -32,7 +32,8 @@ def test_kernels_match_the_oracle(seed: int, backward: str) -> None:
 
 
 def test_heads_further_apart_than_two_to_the_31_elements() -> None:
-    """As of (B, H, S, D) storage; nearly none of the memory between them is ever touched."""
+    """As of (B, H, S, D) storage; nearly none of the memory between them is ever touched. And rows
+    whose numbers are apart, and numbers that are none."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), "far"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -67,6 +68,48 @@ def _far() -> None:
     assert right.grads is not None
     for found, truth in zip((out, *grads), (right.out, *right.grads), strict=True):
         assert (found.double() - truth).abs().max() < 6e-3
+
+
+def _odd() -> None:
+    """Numbers of a row that are not side by side; and what is no number shows."""
+    import torch
+    from msa_kernels import engine
+    from msa_kernels.fused import row_delta
+    from msa_kernels.pattern import Window
+    from msa_kernels.plan import whole
+    from msa_kernels.triton.launch import TritonKernel
+    from msa_kernels.triton.launch_fp8 import Fp8Kernel
+
+    torch.manual_seed(0)
+    runs, pattern, sees = whole(20, 20), Window(5), slice(7, 12)
+    q, k, v, dout = (torch.randn(1, 20, 2, 16).half() for _ in range(4))
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    for kernel in (TritonKernel(), TritonKernel(fused=True), Fp8Kernel()):
+
+        def both(q, k, v, dout, kernel=kernel):
+            out, lse = engine.forward(kernel, q, k, v, pattern, *runs, 0.25)
+            delta = row_delta(dout, out, None)
+            grads = engine.backward(kernel, q, k, v, out, dout, lse, delta, pattern, *runs, 0.25)
+            return out, lse, *grads
+
+        found = both(*(apart(x) for x in (q, k, v, dout)))
+        for some, other in zip(found, both(q, k, v, dout), strict=True):
+            assert torch.equal(some, other), kernel.name
+        if isinstance(kernel, Fp8Kernel):
+            continue  # the interpreter's e4m3 has nothing that is no number
+        for bad in (float("nan"), float("inf")):
+            keys = k.clone()
+            keys[0, 7, 1, 3] = bad
+            out, lse = engine.forward(kernel, q, keys, v, pattern, *runs, 0.25)
+            # A key of -inf has no weight: with +inf that depends on the sign of the query.
+            shown = torch.ones(5, dtype=torch.bool) if bad != bad else q[0, sees, 1, 3] > 0
+            assert shown.any()
+            assert out[0, sees, 1][shown].isnan().all(), (kernel.name, bad)
+            assert not lse[0, 1, sees][shown].isfinite().any(), (kernel.name, bad)
+            assert out[0, :, 0].isfinite().all(), (kernel.name, bad)
 
 
 def _leaf(rng: random.Random):
@@ -169,5 +212,6 @@ def _run(seed: int, count: int, fused: bool) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "far":
         _far()
+        _odd()
     else:
         print("cases:", _run(int(sys.argv[1]), 24, sys.argv[2] == "fused"))

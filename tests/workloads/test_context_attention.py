@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msa_kernels import backend as backends
 from msa_kernels.attention import msa_attention
 from msa_kernels.backend import BackendError
-from msa_kernels.pattern import BlockTopK, Dense, Dilated, Pattern, PerHead, Window
+from msa_kernels.pattern import BlockTopK, Columns, Dense, Dilated, Pattern, PerHead, Window
 from msa_kernels.plan import Request
 from msa_kernels.reference import reference
 from msa_kernels.testing import DenseBands
@@ -151,6 +151,25 @@ def invariance() -> dict[str, Any]:
     return {"worst": max(worst), "bytes": differ, "cases": len(worst)}
 
 
+def only_others() -> tuple[float, int]:
+    """The largest error where queries see keys of other ranks alone, and how many passes of this
+    rank do, with keys in another order than they arrived in."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pattern, documents = Columns(32, 4), (24, 24, 49)
+    plan, inputs = ContextPlan(zigzag(97, world), documents, rank), tensors(97, (4, 2), 3)
+    wanted, worst, passes = alone(inputs, pattern, document_ids([documents])), 0.0, 0
+    for options in (Options(), Options(fuse="always", keep_ratio=0.0)):
+        error, *_ = together(
+            inputs, wanted, plan.layout, rank, plan=plan, group=dist.group.WORLD,
+            pattern=pattern, options=options,
+        )  # fmt: skip
+        worst = max(worst, error)
+        late = plan.prepare(pattern, options).late
+        passes += sum(one.local[0] == one.local[1] and one.order is not None for one in late)
+    return worst, passes
+
+
 def in_bands() -> list[tuple[float, str]]:
     """Errors with a kernel that takes one band at a time and merges nothing, by case."""
     dist.init_process_group("gloo")
@@ -258,6 +277,12 @@ def test_ranks_made_of_bands_need_no_merge(world: int):
         worst, case = max(errors)
         assert worst <= TOLERANCE, case
         assert len(errors) == 14
+
+
+def test_keys_of_others_alone_are_put_in_order():
+    found = on_forks(only_others, 4)
+    assert max(error for error, _ in found) <= TOLERANCE
+    assert max(passes for _, passes in found) == 2
 
 
 @pytest.mark.slow

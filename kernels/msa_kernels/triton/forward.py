@@ -101,7 +101,7 @@ def forward_kernel(
         qk_scale, False, HEAD_DIM, BLOCK_N, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, PRECISION,
     )  # fmt: skip
 
-    seen = total > 0.0
+    seen = total != 0.0  # not a number is seen, and shows
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
     natural = tl.where(seen, (m + tl.log2(total)) * 0.6931471805599453, float("-inf"))

@@ -51,6 +51,12 @@ class Quantised(NamedTuple):
 
 
 @triton.jit
+def _within(x, most: tl.constexpr):
+    """What is not a number stays so: it has to show in the output."""
+    return tl.clamp(x, -most, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def to_e4m3(x):
     """fp32 values of at most 448 to the nearest e4m3, ties to even."""
     if EMULATED:
@@ -88,7 +94,7 @@ def _rows_kernel(
         tl.store(shift + line * rows + at, tl.sum(value * mean, 1) * (unit * unit), mask=inside)
     peak = tl.maximum(tl.max(tl.max(tl.abs(value), 1), 0), peak_floor)
     tl.store(scale + line * tiles + tile, peak * unit / LARGEST)
-    value = to_e4m3(tl.clamp(value * (LARGEST / peak), -LARGEST, LARGEST))
+    value = to_e4m3(_within(value * (LARGEST / peak), LARGEST))
     tl.store(out + (line * rows + at)[:, None] * WIDTH + d[None, :], value, mask=inside[:, None])
 
 
@@ -113,7 +119,7 @@ def _columns_kernel(
         mask=(at < rows) & (d < head_dim)[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
     value *= (1.0 / tl.load(scale + line * WIDTH + d))[None, :]
-    value = to_e4m3(tl.clamp(value, -LARGEST, LARGEST))
+    value = to_e4m3(_within(value, LARGEST))
     to = (line * WIDTH + d)[:, None] * padded + (tile * TILE + slot)[None, :]
     tl.store(out + to, tl.trans(value))
 

@@ -113,7 +113,7 @@ def forward_kernel(
         SIMPLE,
     )  # fmt: skip
 
-    seen = total > 0.0
+    seen = total != 0.0  # not a number is seen, and shows
     total = tl.where(seen, total, 1.0)
     acc = acc * tl.load(v_scale + kv_line * HEAD_DIM + d)[None, :]
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)

@@ -216,7 +216,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_free.index(old), count=1)
 
-    seen = total > 0.0
+    seen = total != 0.0  # not a number is seen, and shows
     scale = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
     acc = acc * gl.convert_layout(scale, O_ROW)[:, None]
     natural = (m * qk_scale + gl.log2(gl.where(seen, total, 1.0))) * 0.6931471805599453

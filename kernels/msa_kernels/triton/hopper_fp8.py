@@ -195,7 +195,7 @@ def _consume(
         some = warpgroup_mma_wait(0, deps=[some])
         acc += some
 
-    seen = total > 0.0
+    seen = total != 0.0  # not a number is seen, and shows
     weight = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
     channels = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, O_LAYOUT))
     of_values = gl.load(v_scale + (batch * kv_heads + kv_head) * HEAD_DIM + channels)

@@ -79,6 +79,7 @@ class TritonKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PartPlan, scale: float,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        q, k, v = (_unit_stride(t) for t in (q, k, v))
         batch, q_rows, q_heads, head_dim = q.shape
         kv_heads = k.shape[2]
         out = torch.empty((batch, q_rows, q_heads, head_dim), dtype=out_dtype, device=q.device)
@@ -117,9 +118,7 @@ class TritonKernel:
         scale: float, grad_dtypes: GradDtypes,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         assert delta is not None
-        dout = dout.to(q.dtype)
-        if dout.stride(-1) != 1:
-            dout = dout.contiguous()
+        q, k, v, dout = (_unit_stride(t) for t in (q, k, v, dout.to(q.dtype)))
         of_queries, of_keys = grad_dtypes
         dq = _sums(q) if self._fused else torch.empty(q.shape, dtype=of_queries, device=q.device)
         dk = torch.empty(k.shape, dtype=of_keys, device=q.device)
@@ -225,6 +224,11 @@ class TritonKernel:
             and all(stride % 8 == 0 for stride in t.stride()[:-1])
             for t in tensors
         )
+
+
+def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
+    """Kernels step through a row's numbers one by one."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def prepare(plan: PartPlan, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:

@@ -42,6 +42,13 @@ class Fp8Kernel(TritonKernel):
             return (
                 f"head size {request.head_dim}, at most {MAX_HEAD_DIM}; nearest: backend='triton'"
             )
+        if request.partial:
+            return (
+                "rounds by the keys of a pass, and pieces of a softmax that are merged would be "
+                "rounded apart; nearest: backend='triton'"
+            )
+        if torch.version.hip is not None and request.device.type == "cuda":
+            return "its e4m3 is NVIDIA's; nearest: backend='triton'"
         capability = _capability(request.device)
         if capability is not None and capability < LEAST_CAPABILITY:
             return (
@@ -64,7 +71,7 @@ class Fp8Kernel(TritonKernel):
         width = launch._hopper_width(head_dim)
         plain = SMALLEST if launch.INTERPRETED else PLAIN
         tiles = (TILE, TILE) if hopper else plain[:2]
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        q, k, v = (launch._unit_stride(t) for t in (q, k, v))
         made = quantised(q, k, v, width, in_fragments=hopper)
         lists = device_lists(plan, *tiles, q.device)
         common, constants = launch._arguments(plan, q, k, tiles)

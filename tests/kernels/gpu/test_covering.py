@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpucases import Case, by_name, call, compare, compute, covering, pattern, relative_error
 from msa_kernels import backend, check
+from msa_kernels.attention import msa_attention
 from msa_kernels.pattern import (
     Block,
     BlockList,
@@ -59,6 +60,24 @@ def test_a_forward_in_e4m3(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {name: relative_error(found[name], exact[name]) for name in ("out", "lse")}
     assert max(errors.values()) < 0.08, errors
     assert all(bool(torch.isfinite(found[name]).all()) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("name", ["triton", "triton-fused", "triton-fp8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("hopper", [None, False], ids=["fastest", "plain"])
+def test_what_is_no_number_shows(
+    name: str, bad: float, hopper: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = {"triton": TritonKernel(hopper), "triton-fp8": Fp8Kernel(hopper)}
+    kernels["triton-fused"] = TritonKernel(hopper, fused=True)
+    monkeypatch.setitem(backend._loaded, name, kernels[name])
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 600, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    k[0, 300, 1, 5] = bad
+    out = msa_attention(q, k, v, Window(200), backend=name)
+    shown = torch.ones(200, dtype=torch.bool) if bad != bad else q[0, 300:500, 1, 5].cpu() > 0
+    assert out[0, 300:500, 1].cpu()[shown].isnan().all()
+    assert out[0, :, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["dense", "sinks", "union with dilation", "lists per head"])

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args
 import torch
 import torch.distributed as dist
 from msa_kernels import backend as backends
-from msa_kernels.attention import autocast, check_pattern, check_tensors
+from msa_kernels.attention import autocast, check_pattern, check_scale, check_tensors
 from msa_kernels.engine import HeadGroup, accumulator
 from msa_kernels.pattern import Documents, Pattern
 from torch import Tensor
@@ -164,7 +164,7 @@ def context_attention(
     for one in set(plans):
         _check(one, group, q, k, heads)
     check_pattern(pattern)
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = check_scale(scale, q.shape[3])
     split, kind = HeadSplit(q.shape[2], k.shape[2], heads), pattern
     order: tuple[int, ...] = ()
     if heads_group is not None and heads > 1:

@@ -99,7 +99,7 @@ class _Keys:
         if some.remote is None:
             return self.k[:, begin:end], self.v[:, begin:end]
         rows = self.stage(some.remote).transpose(0, 1)
-        if end == begin:
+        if end == begin and some.order is None:
             return rows[:, :, 0], rows[:, :, 1]
         return some.gather(self.k, self.v, rows)
 
