@@ -215,7 +215,7 @@ def run(a: argparse.Namespace, method: Method, device: torch.device) -> dict[str
 
 
 def _turn(names: list[str], number: int) -> list[str]:
-    """The order of a round: each side begins once, and follows each other one, in turn."""
+    """The order of a round: each side begins in turn, in one direction and then in the other."""
     first = number % len(names)
     order = [*names[first:], *names[:first]]
     return order if number // len(names) % 2 == 0 else order[::-1]

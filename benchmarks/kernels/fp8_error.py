@@ -61,7 +61,8 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
         "normal", "values of mean 1 and deviation 1/4",
         "two channels 5 times as large in q and k, one 30 times in v",
         "keys whose mean is 20 in two channels", "0.1 % of entries of deviation 10",
-        "queries 4 times as large (scores of deviation 4)",
+        "queries 4 times as large (scores of deviation 4)", "queries 8 times as large",
+        "queries 16 times as large",
     ):  # fmt: skip
         q, k, v = torch.randn(3, ROWS, HEAD_DIM).double()
         if name.startswith("values"):
@@ -76,7 +77,7 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
             for x in (q, k, v):
                 x += torch.randn_like(x) * 10 * (torch.rand_like(x) < 1e-3)
         elif name.startswith("queries"):
-            q *= 4
+            q *= int(name.split()[1])
         made[name] = tuple(x.bfloat16().double() for x in (q, k, v))
     return made
 
