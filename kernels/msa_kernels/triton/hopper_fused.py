@@ -34,14 +34,15 @@ from msa_kernels.triton.hopper_backward import LOG2E, dkv_produce, key_item, key
 from msa_kernels.triton.hopper_forward import barriers, flat, lists_of, store_tile
 from msa_kernels.triton.predicate import allowed, token
 
+# Triton's own functions do not offer this one; one that lacks it fails as this module is read.
+_ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD
+
 
 @builtin
 def add_tile(descriptor: Any, place: Any, tile: Any, _semantic: Any = None) -> None:
     """Add a tile of shared memory to a tensor, by the copy engine; done after ``store_wait``."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, place, tile.handle
-    )
+    _semantic.builder.create_async_tma_reduce(_ADD, descriptor.handle, place, tile.handle)
 
 
 @gluon.jit

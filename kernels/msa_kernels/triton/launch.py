@@ -8,6 +8,7 @@ run is refused with the reason before anything is launched.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 from collections.abc import Mapping
@@ -64,6 +65,8 @@ class TritonKernel:
             return f"head size {request.head_dim}, at most {MAX_HEAD_DIM}"
         if self._fused and request.deterministic:
             return "its backward accumulates dQ with atomics: not deterministic"
+        if self._fused and self._hopper is not False and (missing := _fused_lacks()):
+            return missing
         try:
             groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
             reasons = [unsupported(part) for group in groups for part in group.parts()]
@@ -263,6 +266,18 @@ def _tile_of(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: st
 def _hopper_tiles(kind: str) -> tuple[int, int]:
     block, _ = HOPPER[kind]
     return (block, 128) if kind == "dkv" else (128, block)
+
+
+@functools.lru_cache(maxsize=1)
+def _fused_lacks() -> str | None:
+    """Why this Triton cannot run the backward of one pass, if there is a Hopper GPU for it."""
+    if not torch.cuda.is_available() or not _is_hopper(torch.device("cuda")):
+        return None
+    try:
+        importlib.import_module("msa_kernels.triton.hopper_fused")
+    except (ImportError, AttributeError) as error:
+        return f"Triton {triton.__version__} lacks what it is made of ({error}); use 'triton'"
+    return None
 
 
 @functools.lru_cache(maxsize=8)
