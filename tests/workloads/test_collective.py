@@ -98,7 +98,10 @@ def late(folder: str) -> tuple[list[int], list[int]]:
     newest = Checkpointer(seen, spec).newest()
     assert newest is not None and newest.step == 0
     splits = (MeshSpec(data_replicate=2), MeshSpec(context=2), MeshSpec(tensor=2))
-    return every, [build_mesh(some, join_world("cpu")).own_seed(3) for some in splits]
+    seeds = [build_mesh(some, join_world("cpu")).own_seed(3) for some in splits]
+    # Rank 0 has the store, in which the other may still look for the last mesh's addresses.
+    dist.barrier()
+    return every, seeds
 
 
 def test_ranks_wait_longer_for_one_that_works_alone_than_for_a_collective(tmp_path: Path):
