@@ -164,6 +164,7 @@ def test_a_forward_in_e4m3_is_taken_by_name_and_says_what_serves_instead(
         ({"dtype": torch.float32}, "is for bfloat16 and float16, not torch.float32"),
         ({"head_dim": 192}, "head size 192, at most 128"),
         ({"device": torch.device("cpu")}, "needs a GPU"),
+        ({"partial": True}, "rounds by the keys of a pass"),
     ):
         with pytest.raises(backend.BackendError, match=f"triton-fp8: {reason}.*Nearest: backend="):
             backend.resolve(request(**gpu | more), "triton-fp8")

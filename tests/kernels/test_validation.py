@@ -37,6 +37,8 @@ def packed(**changes: Any) -> dict[str, Any]:
     ("arguments", "says"),
     [
         ({"q": zeros(8, 4, 16)}, "3 dimensions .* unsqueeze"),
+        ({"scale": -0.5}, "must be positive, found -0.5; negate q"),
+        ({"scale": float("nan")}, "must be positive, found nan"),
         ({"k": zeros(2, 8, 3, 16), "v": zeros(2, 8, 3, 16)}, "4 query heads are not a multiple"),
         ({"q": zeros(2, 4, 8, 16), "k": zeros(2, 4, 7, 16), "v": zeros(2, 4, 7, 16)}, "swapped"),
         ({"q": zeros(1, 8, 4, 16)}, "agree in batch"),
