@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from msa_kernels import backend as backends
+from msa_kernels.capabilities import LIMITS
 from msa_kernels.ops import attention
 from msa_kernels.pattern import (
     BlockTopK,
@@ -29,7 +30,7 @@ backends.preload()
 
 Packing: TypeAlias = Documents | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-DIRECT = ("sdpa", "flex")
+DIRECT = tuple(name for name, limits in LIMITS.items() if limits.whole_calls)
 """Backends that are PyTorch functions, which a compiled graph holds in place of an operator."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256

@@ -22,6 +22,7 @@ from functools import lru_cache
 
 import torch
 
+from msa_kernels.capabilities import LIMITS
 from msa_kernels.pattern import Pattern
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Request, TileKernel
@@ -112,7 +113,9 @@ LOADERS: dict[str, Callable[[], Backend]] = {
     "triton-fused": _triton_fused,
     "triton-fp8": _triton_fp8,
 }
-OPTIONAL = ("fa4", "cudnn")
+# One that is added says there what it serves: plans and jobs know of no other.
+assert LOADERS.keys() == LIMITS.keys()
+OPTIONAL = tuple(name for name, limits in LIMITS.items() if limits.package)
 """Backends that another package brings."""
 OURS = ("triton", "triton-fused", "triton-fp8")
 """Backends that are the project's own kernels, which need a GPU."""

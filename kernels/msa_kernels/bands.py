@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from msa_kernels.blocks import Runs
+from msa_kernels.capabilities import one_band
 from msa_kernels.plan import GradDtypes, PartPlan
 from msa_kernels.rules import Part, Rule
 
@@ -44,13 +45,9 @@ def bands(plan: PartPlan) -> tuple[Band, ...] | str:
 
 
 def _bands(part: Part, queries: Runs, keys: Runs) -> tuple[Band, ...] | str:
-    if part.minus or len(part.rules) != 1:
-        return "serves one band of distances, not several rules"
+    if why := one_band(part):
+        return why
     rule = part.rules[0]
-    if rule != Rule(rule.lo, rule.hi) or (rule.lo, rule.hi is None) not in (
-        (0, True), (0, False), (None, True),
-    ):  # fmt: skip
-        return "serves dense and causal windows only"
     if len(queries.begin) > MOST:
         return f"serves at most {MOST} stretches of queries, found {len(queries.begin)}"
     found = []

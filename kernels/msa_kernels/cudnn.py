@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from msa_kernels import intervals
+from msa_kernels.capabilities import LIMITS, few_intervals, refuses_pattern
+from msa_kernels.capabilities import intervals as most_intervals
 from msa_kernels.fused import row_delta
-from msa_kernels.pattern import PatternError
 from msa_kernels.plan import GradDtypes, PartPlan, Request
 
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-HEAD_DIMS = (*range(8, 129, 8), 256)
 STRETCHES = 8
 """Of keys, in the runs of a rank: many come with packed documents, and change with every batch."""
 TABLE_BYTES = 2 << 30
@@ -38,7 +37,7 @@ class CudnnIntervals:
 
     def __init__(self) -> None:
         if importlib.util.find_spec("cudnn") is None:
-            raise ImportError("the package nvidia-cudnn-frontend is not installed")
+            raise ImportError(f"the package {LIMITS[self.name].package} is not installed")
         from cudnn import flex_attention  # type: ignore[import-not-found]
 
         self._library = flex_attention
@@ -46,12 +45,8 @@ class CudnnIntervals:
     def refuses(self, request: Request) -> str | None:
         if request.device.type != "cuda" or torch.version.cuda is None:
             return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(request.device) not in CAPABILITIES:
-            return f"needs compute capability {' or '.join(f'{a}.{b}' for a, b in CAPABILITIES)}"
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"serves bfloat16 and float16, not {request.dtype}"
-        if request.head_dim not in HEAD_DIMS:
-            return f"serves multiples of 8 up to 128, and 256, not {request.head_dim}"
+        if why := request.outside(self.name):
+            return why
         newer = torch.cuda.get_device_capability(request.device) > (9, 0)
         if newer and request.head_dim == 256 and request.return_lse and request.needs_grad:
             return "has no gradient of the LSE at head size 256 on this GPU"
@@ -63,29 +58,25 @@ class CudnnIntervals:
             return (
                 f"is used for at most {STRETCHES} stretches of keys: its plans cost milliseconds"
             )
-        try:
-            groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
-            parts = [group.parts() for group in groups]
-        except PatternError as error:
-            return str(error)
-        if any(len(some) != 1 for some in parts):
-            return "rounds its output, which partial results of a union must not be"
-        reasons = [intervals.unsupported(some[0]) for some in parts]
-        fold = max(some[0].fold for some in parts)
+        if why := refuses_pattern(self.name, request.pattern, request.kv_heads):
+            return why
+        groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
+        parts = [group.parts()[0] for group in groups]
+        fold = max(part.fold for part in parts)
         if fold > 1 and (len(groups) > 1 or request.q_rows % fold):
             return f"needs a length that the dilation {fold} divides, the same for all heads"
         heads = 1 if len(groups) == 1 else request.q_heads
         pieces = max((len(keys.begin) for _, keys in request.places), default=1)
-        ends = 1 + 2 * pieces * max(intervals.count(some[0]) for some in parts)
+        ends = 1 + 2 * pieces * max(map(most_intervals, parts))
         if heads * ends * request.batch * request.q_rows * 4 > TABLE_BYTES:
-            reasons.append(f"its table of intervals is capped at {TABLE_BYTES >> 30} GiB")
-        return next((reason for reason in reasons if reason), None)
+            return f"its table of intervals is capped at {TABLE_BYTES >> 30} GiB"
+        return None
 
     def stacks(self, plan: PartPlan) -> bool:
         """Heads of different rules run in one launch."""
         return plan.kept(
             "cudnn stacks",
-            lambda: all(intervals.unsupported(head.part) is None for head in plan.heads),
+            lambda: all(few_intervals(head.part) is None for head in plan.heads),
         )
 
     def forward(

@@ -12,10 +12,8 @@ import importlib.util
 import torch
 
 from msa_kernels.bands import Band, Banded, Gradients, bands
-from msa_kernels.pattern import PatternError
+from msa_kernels.capabilities import LIMITS, refuses_pattern
 from msa_kernels.plan import Request, plan, whole
-
-HEAD_DIMS = (64, 96, 128)
 
 
 class FlashAttention4(Banded):
@@ -25,7 +23,7 @@ class FlashAttention4(Banded):
 
     def __init__(self) -> None:
         if importlib.util.find_spec("flash_attn") is None:
-            raise ImportError("the package flash-attn-4 is not installed")
+            raise ImportError(f"the package {LIMITS[self.name].package} is not installed")
         from flash_attn.cute import interface  # type: ignore[import-not-found]
 
         self._interface = interface
@@ -33,12 +31,8 @@ class FlashAttention4(Banded):
     def refuses(self, request: Request) -> str | None:
         if request.device.type != "cuda" or torch.version.cuda is None:
             return "needs an NVIDIA GPU"
-        if torch.cuda.get_device_capability(request.device) < (9, 0):
-            return "needs compute capability 9.0 or newer"
-        if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"serves bfloat16 and float16, not {request.dtype}"
-        if request.head_dim not in HEAD_DIMS:
-            return f"is used for head sizes {HEAD_DIMS}, not {request.head_dim}"
+        if why := request.outside(self.name):
+            return why
         if request.deterministic:
             return "its backward accumulates dQ with atomics: not deterministic"
         if request.return_lse and request.needs_grad:
@@ -50,14 +44,10 @@ class FlashAttention4(Banded):
             places = (whole(request.q_rows, request.k_rows, "top-left"),)
         if not places:
             return "is used for one document per row, or the known runs of a rank"
-        try:
-            groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
-            made = [plan(group, *place) for group in groups for place in places]
-        except PatternError as error:
-            return str(error)
-        if any(len(parts) != 1 for parts in made):
-            return "rounds its output, which partial results of a union must not be"
-        reasons = (bands(parts[0]) for parts in made)
+        if why := refuses_pattern(self.name, request.pattern, request.kv_heads):
+            return why
+        groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
+        reasons = (bands(plan(group, *place)[0]) for group in groups for place in places)
         return next((reason for reason in reasons if isinstance(reason, str)), None)
 
     def band_forward(

@@ -25,9 +25,6 @@ from msa_kernels.plan import PartPlan, Request, plan
 from msa_kernels.rules import Rule
 
 BLOCK = 128
-MAX_ROWS = 1 << 18
-"""Longest sequence: a sink column makes the padded lists as wide as they are tall, 2048 x 2048
-int32 here; from four times the length on they would cost more memory than the keys."""
 
 
 class Flex(Direct):
@@ -36,16 +33,7 @@ class Flex(Direct):
     name = "flex"
 
     def refuses(self, request: Request) -> str | None:
-        if max(request.q_rows, request.k_rows) * request.batch > MAX_ROWS:
-            return (
-                f"its padded block lists are capped at {MAX_ROWS} rows, found "
-                f"{max(request.q_rows, request.k_rows) * request.batch}"
-            )
-        if request.device.type == "cpu" and request.needs_grad:
-            return "has no gradient on a CPU"
-        if request.dtype == torch.float64:
-            return "does not compute in float64"
-        return None
+        return request.outside(self.name)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,

@@ -14,41 +14,15 @@ from msa_kernels.listed import stretches
 from msa_kernels.rules import Part, Rule
 
 _FAR = 1 << 40
-MOST = 256
-"""Intervals per query: beyond it the table of their ends outgrows the keys (2 KiB per query)."""
-
-
-def unsupported(part: Part) -> str | None:
-    """Why ``part`` is not a few intervals per query, or None."""
-    if part.minus:
-        return "serves unions of intervals without exclusions"
-    if any(rule.step > 1 for rule in part.rules):
-        return "serves intervals of keys, not dilated ones"
-    if any(rule.columns is not None for rule in part.rules):
-        return "serves intervals of keys, not columns"
-    found = count(part)
-    return f"serves at most {MOST} intervals per query, found {found}" if found > MOST else None
-
-
-def count(part: Part) -> int:
-    """An upper bound of the intervals of one query."""
-    return sum(_count(rule) for rule in part.rules)
-
-
-def _count(rule: Rule) -> int:
-    """Most intervals of one query; neighbouring blocks of a list are one interval."""
-    if rule.table is None:
-        return 1
-    ptr, _, _ = stretches(rule.table[1])
-    return int(np.diff(ptr).max(initial=0))
 
 
 def ends(part: Part, queries: Runs, keys: Runs, device: torch.device) -> torch.Tensor:
     """Int32 (odd, query rows): query row ``r`` sees the key rows ``[0, F0)`` and ``[F1, F2)``,
     ``[F3, F4)``, ...
 
-    Ends never fall along the first axis; F0 is 0 and unused pairs are empty. ``part`` must not be
-    :func:`unsupported`. Made for every stretch of keys that a document has: a few of them.
+    Ends never fall along the first axis; F0 is 0 and unused pairs are empty. ``part`` is one that
+    :func:`msa_kernels.capabilities.few_intervals` lets through. Made for every stretch of keys
+    that a document has: a few of them.
     """
     k_rows = keys.rows
     position, document = (torch.from_numpy(m).to(device).long() for m in queries.token_maps())

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from msa_kernels.blocks import Runs, TileLists, build
+from msa_kernels.capabilities import LIMITS, refuses
 from msa_kernels.pattern import Pattern
 from msa_kernels.rules import Part
 from msa_kernels.spans import Spans, serves
@@ -222,6 +223,17 @@ class Request:
     places: tuple[tuple[Runs, Runs], ...] = field(default=(), compare=False)
     """Queries and keys of every engine call that this one consists of, where they are known
     before: a rank of a context-parallel group gives them."""
+
+    def outside(self, name: str) -> str | None:
+        """Why this is beyond the limits that a backend has whatever the pattern, or None."""
+        capability = None
+        if self.device.type == "cuda" and LIMITS[name].by_capability:
+            capability = torch.cuda.get_device_capability(self.device)
+        return refuses(
+            name, device=self.device.type, dtype=str(self.dtype).split(".")[-1],
+            head_dim=self.head_dim, rows=max(self.q_rows, self.k_rows) * self.batch,
+            training=self.needs_grad, capability=capability,
+        )  # fmt: skip
 
 
 def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:

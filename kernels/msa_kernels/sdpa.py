@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from msa_kernels.backend import Direct
-from msa_kernels.pattern import Dense, Pattern
+from msa_kernels.capabilities import refuses_pattern
+from msa_kernels.pattern import Pattern
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Request
 
@@ -22,17 +23,15 @@ class Sdpa(Direct):
     name = "sdpa"
 
     def refuses(self, request: Request) -> str | None:
-        if not isinstance(request.pattern, Dense):
-            return f"serves Dense only, not {request.pattern.kind}"
+        if why := refuses_pattern(self.name, request.pattern, request.kv_heads):
+            return why
         if not request.plain:
             return "serves one document per row only, starting at position 0"
         if request.pattern.causal and request.q_rows != request.k_rows:
             return "serves causal attention for equal query and key lengths only"
         if request.return_lse:
             return "does not return the LSE"
-        if request.device.type == "cuda" and request.dtype not in (torch.bfloat16, torch.float16):
-            return f"has no fused kernel for {request.dtype} on a GPU"
-        return None
+        return request.outside(self.name)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,

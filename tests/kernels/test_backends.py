@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_kernels import backend, check, flex
 from msa_kernels.attention import msa_attention
+from msa_kernels.capabilities import FLEX_ROWS
 from msa_kernels.cudnn import CudnnIntervals
 from msa_kernels.fa4 import FlashAttention4
 from msa_kernels.pattern import (
@@ -76,7 +77,7 @@ def test_a_block_mask_for_another_length_is_refused() -> None:
 
 def test_flex_caps_its_padded_lists_loudly() -> None:
     long = request(q_rows=1 << 20, k_rows=1 << 20, pattern=Window(8))
-    with pytest.raises(backend.BackendError, match=f"capped at {flex.MAX_ROWS} rows.*'torch'"):
+    with pytest.raises(backend.BackendError, match=f"capped at {FLEX_ROWS} rows.*'torch'"):
         backend.resolve(long, "flex")
 
 

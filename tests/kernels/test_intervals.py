@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msa_kernels import intervals
 from msa_kernels.blocks import Runs
+from msa_kernels.capabilities import few_intervals
 from msa_kernels.pattern import (
     Block,
     BlockList,
@@ -54,7 +55,7 @@ def test_ends_are_the_predicate(data: st.DataObject, place: tuple[Runs, Runs]) -
     queries, keys = place
     pattern = data.draw(served(queries.rows))
     (part,) = pattern.parts()
-    assert intervals.unsupported(part) is None
+    assert few_intervals(part) is None
     found = visible(intervals.ends(part, queries, keys, torch.device("cpu")), keys.rows)
     assert (found == seen_pairs(part.allows, queries, keys)).all()
 
@@ -74,4 +75,4 @@ def test_neighbouring_blocks_are_one_interval() -> None:
     ],
 )
 def test_what_is_not_a_few_intervals_is_named(pattern: Pattern, reason: str) -> None:
-    assert any(reason in (intervals.unsupported(part) or "") for part in pattern.parts())
+    assert any(reason in (few_intervals(part) or "") for part in pattern.parts())
