@@ -20,9 +20,11 @@ from msa_kernels.tiled import TorchTiles
 from msa_workloads.context.attention import ContextPlan, Options, context_attention
 from msa_workloads.context.commplan import plan_bytes
 from msa_workloads.context.exchange import moved, reset
+from msa_workloads.context.kernel import choose
 from msa_workloads.context.layout import Layout, LayoutError, contiguous, residues, zigzag
 from msa_workloads.context.solver import solve
 from msa_workloads.context.ulysses import HeadsError, HeadSplit, valid_degrees
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from context_cases import LAYOUTS, PATTERNS, PER_HEAD
@@ -268,6 +270,21 @@ def test_ranks_may_choose_other_kernels_and_fail_together():
         for text in result["said"]:
             assert "picky: too many stretches" in text
             assert ("another rank cannot compute its part. rank " in text) == (number >= 2)
+
+
+@pytest.mark.parametrize("name", ["triton", "triton-fp8"])
+def test_queries_wait_for_all_keys_where_results_of_some_cannot_be_merged(name: str):
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        q = torch.empty(1, 2048, 4, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(1, 2048, 2, 64, dtype=torch.bfloat16, device="cuda")
+        for rank in range(2):
+            plan = ContextPlan.whole(zigzag(4096, 2), rank)
+            groups, kernel = choose(q, k, plan, Dense(), Options(), name, False)
+            assert kernel.name == name
+            assert [part.split for _, part in groups] == [name == "triton" and rank == 1]
+        with pytest.raises(BackendError, match="Nearest"):
+            choose(q, k, plan, Dense(), Options(method="ring"), "triton-fp8", False)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from msa_kernels import backend as backends
+from msa_kernels.capabilities import LIMITS
 from msa_kernels.engine import HeadGroup, head_groups
 from msa_kernels.pattern import Pattern
 from msa_kernels.plan import Request, TileKernel
@@ -42,10 +43,10 @@ def choose(
 ) -> tuple[Groups, TileKernel]:  # fmt: skip
     """The plan of every head group, and the kernel for all of them, of this rank.
 
-    A kernel that rounds its output serves no partial results. Where one is the fastest, queries
-    wait for all their keys: nothing is merged then. Those that need not wait are computed in the
-    meantime only where more is received than the rank holds, as calls of their own cost more than
-    a short exchange.
+    A kernel that rounds, its output or by the keys of a pass, serves no partial results. Where one
+    is the fastest, or named, queries wait for all their keys: nothing is merged then. Those that
+    need not wait are computed in the meantime only where more is received than the rank holds, as
+    calls of their own cost more than a short exchange.
     """
     shared = list(head_groups(pattern, q.shape[2], k.shape[2]))
 
@@ -59,11 +60,16 @@ def choose(
     if options.fuse == "auto" and options.method != "ring" and q.device.type == "cuda":
         whole = prepared("whole")
         kernel = serving(whole)
-        if getattr(kernel, "rounds", False):
+        if not _merges(kernel):
             most = max(part.most_received for _, part in whole)
             return whole if most <= plan.layout.rows else prepared("always"), kernel
     groups = prepared(options.fuse)
     return groups, serving(groups)
+
+
+def _merges(kernel: TileKernel) -> bool:
+    limits = LIMITS.get(kernel.name)
+    return not getattr(kernel, "rounds", False) and (limits is None or limits.merges_passes)
 
 
 def tile_kernel(requests: Sequence[Request], backend: str) -> TileKernel:
