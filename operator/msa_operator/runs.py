@@ -33,6 +33,7 @@ from msa_operator.planner.hardware import (
     MachineError,
     check_memory_request,
     machine,
+    of_model,
 )
 from msa_operator.planner.request import Plan, Request
 from msa_operator.planner.runtime import Runtime
@@ -103,6 +104,7 @@ def request(job: LongContextJob, model: Model, machines: Sequence[Machine]) -> R
         machines=tuple(machines),
         global_batch_tokens=spec.sequence.global_batch_tokens,
         dense_layers=spec.attention.dense_layers,
+        backend=spec.attention.backend,
         precision=spec.training.precision,
         workers=spec.hardware.workers,
         least=limits.min,
@@ -145,6 +147,7 @@ def described(profile: HardwareProfile) -> Machine:
     gpu = Accelerator(
         spec.accelerator.name, spec.accelerator.memory_mib, spec.accelerator.peak_tflops,
         spec.accelerator.memory_gbps, spec.accelerator.link_gbps,
+        next((a.capability for a in of_model(spec.accelerator.name)), None),
     )  # fmt: skip
     linked = spec.accelerator.domain or spec.accelerator.count
     return Machine(
@@ -194,7 +197,9 @@ def run_spec(
             accumulation=plan.accumulation,
         ),
         attention=AttentionSpec(
-            pattern=spec.attention.pattern.to_dict(), dense_layers=spec.attention.dense_layers
+            pattern=spec.attention.pattern.to_dict(),
+            dense_layers=spec.attention.dense_layers,
+            backend=spec.attention.backend,
         ),
         training=TrainingSpec(
             max_steps=training.max_steps,
@@ -263,4 +268,4 @@ def step_tokens(spec: RunSpec) -> int:
 
 
 def _plain(attention: AttentionSpec) -> Any:
-    return attention.pattern, attention.dense_layers
+    return attention.pattern, attention.dense_layers, attention.backend

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
+from msa_kernels.capabilities import AUTO, NAMES
 from msa_kernels.pattern import BlockList, Dense, Pattern
 from pydantic import Field
 
@@ -110,6 +111,8 @@ class Attention(Model):
     """Which earlier tokens a token sees; Dense is all of them."""
     dense_layers: Annotated[tuple[int, ...], Each(Int(0, 4095), 4096, unique=True)] = ()
     """Layers, counted from 0, that keep dense attention."""
+    backend: Annotated[str, Choice(NAMES)] = AUTO
+    """What computes attention: auto is the fastest that serves; others serve or are refused."""
 
 
 class Training(Model):

@@ -53,12 +53,19 @@ def show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+SHORTEST = 3
+"""Characters from which a piece of one known word alone stands for it: fp8 for triton-fp8."""
+
+
 def closest(word: object, known: Iterable[str]) -> str:
     """The known word that was most likely meant, or an empty string."""
     text = str(word)
     by_fold = {k.casefold().replace("_", "").replace("-", ""): k for k in known}
     folded = text.casefold().replace("_", "").replace("-", "")
     found = difflib.get_close_matches(folded, by_fold, n=1, cutoff=0.6)
+    if not found and len(folded) >= SHORTEST:
+        inside = [k for k in by_fold if folded in k]
+        found = inside if len(inside) == 1 else []
     return by_fold[found[0]] if found else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from msa_kernels.capabilities import AUTO
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -37,8 +38,14 @@ def job_lines(job: LongContextJob, model: Model) -> list[tuple[str, str]]:
         ("model", f"{model.label}, {shape.parameters:,} parameters, {shape.layers} layers, "
                   f"{shape.heads} heads over {shape.kv_heads} key/value heads"),
         ("length", f"{job.spec.sequence.length:,} tokens"),
-        ("attention", pattern_text(job.spec.attention.pattern.to_dict())),
+        ("attention", _attention(job)),
     ]  # fmt: skip
+
+
+def _attention(job: LongContextJob) -> str:
+    asked = job.spec.attention
+    text = pattern_text(asked.pattern.to_dict())
+    return text if asked.backend == AUTO else f"{text}, backend {asked.backend}"
 
 
 def print_plan(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from msa_kernels.capabilities import AUTO
 
 from msa_operator.api import HardwareProfile, JobError, LongContextJob, Problem
 from msa_operator.api.problems import split
@@ -278,6 +279,8 @@ def plan_lines(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("memory", f"{memory['peak']:.1f} GiB a rank at the peak, {memory['usable']:.1f} usable"),
         ("saved by", ", ".join(plan["memorySwitches"]) or "nothing: everything fits as it is"),
     ]  # fmt: skip
+    if (backend := plan.get("attentionBackend", AUTO)) != AUTO:
+        lines.append(("attention", f"backend {backend}"))
     if estimate:
         price = estimate.get("dollarsPerHour")
         text = f"about {estimate['tokensPerSecond']:,} tokens/s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msa_kernels.pattern import Pattern, PerHead, SinkWindow, Window
 from msa_workloads import heads
 
+from msa_operator.planner import backends
 from msa_operator.planner.degrees import (
     PlanError,
     Refusal,
@@ -19,11 +20,12 @@ from msa_operator.planner.runtime import Runtime, is_learned
 def check(request: Request, runtime: Runtime) -> tuple[str, ...]:
     """Notes for the plan; raises :class:`PlanError` with every refusal at once."""
     refusals = [
-        *_attention(request, runtime), *_supported(request, runtime), *_degrees(request)
+        *_attention(request, runtime), *backends.refusals(request),
+        *_supported(request, runtime), *_degrees(request),
     ]  # fmt: skip
     if refusals:
         raise PlanError(tuple(refusals))
-    return tuple(_notes(request))
+    return (*_notes(request), *backends.notes(request))
 
 
 def _attention(request: Request, runtime: Runtime) -> list[Refusal]:

@@ -27,6 +27,7 @@ def to_dict(plan: Plan, pattern: Any = None) -> dict[str, Any]:
         "accumulation": plan.accumulation,
         "stepTokens": plan.step_tokens,
         "context": context(plan),
+        "attentionBackend": plan.backend,
         "memorySwitches": switches(plan),
         "memoryGiB": {
             "peak": _gib(rank.total),

@@ -14,7 +14,7 @@ from msa_kernels.pattern import Dense, Pattern, PerHead
 from msa_workloads.heads import Order, busiest, stored, stored_order
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
-from msa_operator.planner import comm, flops, timing
+from msa_operator.planner import backends, comm, flops, timing
 from msa_operator.planner.context import ContextChoice, Heads, choose
 from msa_operator.planner.degrees import divisors
 from msa_operator.planner.hardware import MIB, Machine
@@ -127,8 +127,9 @@ class Fitting:
             work = flops.step_flops(self.request.shape, self.pairs, self.request.length, sequences)
             none = comm.StepBytes(0.0, 0.0, 0.0)
             seconds = timing.step_seconds(
-                machine, ONE_RANK, work, none, precision=self.request.precision
-            )
+                machine, ONE_RANK, work, none, precision=self.request.precision,
+                attention=backends.SPEED.get(self.request.backend),
+            )  # fmt: skip
             self._rates[machine.name] = self.request.length / seconds if seconds else math.inf
         return self._rates[machine.name] * world * (1 + 1e-9)
 
@@ -194,6 +195,7 @@ class Fitting:
             machine, mesh, self.work(mesh, setting.memory), setting.moved,
             precision=self.request.precision,
             busiest=self.busiest(mesh.tensor, setting.how.spec.heads),
+            attention=backends.SPEED.get(self.request.backend),
         )  # fmt: skip
         speed = None if seconds is None else sequences * self.request.length / seconds
         return Candidate(machine, mesh, setting, seconds, speed)
@@ -234,7 +236,10 @@ class Fitting:
         shape, precision = self.request.shape, self.request.precision
         key = mesh.tensor, id(memory)
         if key not in self._needs:
-            self._needs[key] = needs(shape, mesh.tensor, memory, precision, cpu=self.cpu)
+            self._needs[key] = needs(
+                shape, mesh.tensor, memory, precision, cpu=self.cpu,
+                backward=backends.BACKWARD_BYTES.get(self.request.backend, 0),
+            )  # fmt: skip
         exchange = 0.0
         if how.held:
             kv = 2 * max(shape.kv_size / mesh.tensor, shape.head_size) * (self.width + 4)
@@ -276,7 +281,7 @@ class Fitting:
     def _ring(self, shared: ContextChoice, context: int) -> ContextChoice:
         """The same with keys that come one rank at a time, where that holds fewer at once."""
         two = 2.0 * -(-self.request.length // context)
-        if shared.held <= two:
+        if shared.held <= two or not backends.merges(self.request):
             return shared
         spec = replace(shared.spec, method="ring")
         why = (

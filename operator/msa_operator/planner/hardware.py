@@ -29,6 +29,8 @@ class Accelerator:
     memory_gbps: float
     link_gbps: float = 0.0
     """NVLink, both directions together; 0 where GPUs meet over PCIe only."""
+    capability: tuple[int, int] | None = None
+    """Compute capability; None where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,17 @@ class Machine:
         return int(self.memory_mib * 0.925) - (255 + 11 * pods) - 100
 
 
-V100 = Accelerator("V100", 32_768, 125.0, 900.0, 300.0)
-A100_40 = Accelerator("A100-40G", 40_960, 312.0, 1555.0, 600.0)
-A100_80 = Accelerator("A100-80G", 81_920, 312.0, 2039.0, 600.0)
-H100 = Accelerator("H100", 81_920, 989.0, 3350.0, 900.0)
-H200 = Accelerator("H200", 144_384, 989.0, 4800.0, 900.0)
-B200 = Accelerator("B200", 183_359, 2250.0, 8000.0, 1800.0)
-B300 = Accelerator("B300", 275_040, 2250.0, 8000.0, 1800.0)
-GB200 = Accelerator("GB200", 189_471, 2500.0, 8000.0, 1800.0)
-A10G = Accelerator("A10G", 22_888, 70.0, 600.0)
-L4 = Accelerator("L4", 22_888, 121.0, 300.0)
-L40S = Accelerator("L40S", 45_776, 362.0, 864.0)
+V100 = Accelerator("V100", 32_768, 125.0, 900.0, 300.0, capability=(7, 0))
+A100_40 = Accelerator("A100-40G", 40_960, 312.0, 1555.0, 600.0, capability=(8, 0))
+A100_80 = Accelerator("A100-80G", 81_920, 312.0, 2039.0, 600.0, capability=(8, 0))
+H100 = Accelerator("H100", 81_920, 989.0, 3350.0, 900.0, capability=(9, 0))
+H200 = Accelerator("H200", 144_384, 989.0, 4800.0, 900.0, capability=(9, 0))
+B200 = Accelerator("B200", 183_359, 2250.0, 8000.0, 1800.0, capability=(10, 0))
+B300 = Accelerator("B300", 275_040, 2250.0, 8000.0, 1800.0, capability=(10, 3))
+GB200 = Accelerator("GB200", 189_471, 2500.0, 8000.0, 1800.0, capability=(10, 0))
+A10G = Accelerator("A10G", 22_888, 70.0, 600.0, capability=(8, 6))
+L4 = Accelerator("L4", 22_888, 121.0, 300.0, capability=(8, 9))
+L40S = Accelerator("L40S", 45_776, 362.0, 864.0, capability=(8, 9))
 
 ACCELERATORS = {
     a.name: a for a in (V100, A100_40, A100_80, H100, H200, B200, B300, GB200, A10G, L4, L40S)
@@ -178,6 +180,12 @@ def check_memory_request(node: Machine, requested_mib: float, daemonsets_mib: in
         )
 
 
+def of_model(name: str) -> list[Accelerator]:
+    """Those of the catalogue that are this GPU, however its driver prints the name."""
+    words = name.replace("-", " ").split()
+    return [a for a in ACCELERATORS.values() if a.name.split("-")[0] in words]
+
+
 def local(
     *, cpus: int, memory_mib: int, gpus: tuple[tuple[str, int], ...] = (), linked: bool = False
 ) -> Machine:
@@ -193,11 +201,7 @@ def local(
         raise MachineError(f"this machine's GPUs differ ({names}): a plan needs equal ones")
     name, memory = gpus[0]
     like = max(
-        (
-            a
-            for a in ACCELERATORS.values()
-            if a.name.split("-")[0] in name.replace("-", " ").split()
-        ),
+        of_model(name),
         key=lambda a: -abs(a.memory_mib - memory),
         default=Accelerator(name, memory, 0.0, 0.0),
     )

@@ -89,8 +89,11 @@ class TokenBytes:
 
 
 @lru_cache(maxsize=1024)
-def token_bytes(shape: ModelShape, tensor: int, width: int, fused: bool) -> TokenBytes:
-    """``width`` is 2 for bf16 and 4 for fp32; ``fused`` as on GPUs."""
+def token_bytes(
+    shape: ModelShape, tensor: int, width: int, fused: bool, backward: float = 0.0
+) -> TokenBytes:
+    """``width`` is 2 for bf16 and 4 for fp32; ``fused`` as on GPUs. ``backward`` is what attention
+    needs there for each number of the queries, beside gradients."""
     hidden, inner = shape.hidden * width, shape.intermediate * width / tensor
     query = shape.query_size * width / tensor
     # Where ranks outnumber the key/value heads, each has a copy of one.
@@ -106,7 +109,7 @@ def token_bytes(shape: ModelShape, tensor: int, width: int, fused: bool) -> Toke
         # In the MLP's backward its gradients, in the attention's those of its heads, of which the
         # MLP's two inputs have made room.
         mlp = residual + 2 * hidden
-        working = max(mlp, query + query + pair)
+        working = max(mlp, query + query + pair + backward * query / width)
         # Both inner products, the gradient of their outer one, and what the compiled step makes of
         # them before it takes their place.
         tile = 5 * inner
@@ -199,11 +202,12 @@ class Needs(NamedTuple):
 
 
 def needs(
-    shape: ModelShape, tensor: int, memory: MemorySpec, precision: str, *, cpu: bool
-) -> Needs:
+    shape: ModelShape, tensor: int, memory: MemorySpec, precision: str, *, cpu: bool,
+    backward: float = 0.0,
+) -> Needs:  # fmt: skip
     """Everything about a rank that depends neither on its tokens nor on its data ranks."""
     width = 2 if precision == "bf16" else 4
-    each = token_bytes(shape, tensor, width, not cpu)
+    each = token_bytes(shape, tensor, width, not cpu, backward)
     local, layer = local_parameters(shape, tensor)
     ends = local - shape.layers * layer
     head = shape.head_parameters / tensor

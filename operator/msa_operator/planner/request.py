@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msa_kernels.capabilities import AUTO
 from msa_kernels.pattern import Pattern
 from msa_workloads.heads import Order
 from msa_workloads.runspec import MemorySpec, MeshSpec
@@ -26,6 +27,8 @@ class Request:
     global_batch_tokens: int | None = None
     """A multiple of ``length``; None lets every data rank read one sequence a step."""
     dense_layers: tuple[int, ...] = ()
+    backend: str = AUTO
+    """Of attention, one of :data:`msa_kernels.capabilities.NAMES`."""
     precision: str = "bf16"
     workers: int | None = None
     least: int = 1
@@ -82,6 +85,8 @@ class Plan:
     """None where nothing is known about the device's speed."""
     context: ContextChoice = ONE
     """How context ranks share a sequence."""
+    backend: str = AUTO
+    """Of attention, as asked for."""
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from msa_workloads.heads import EVEN
 from msa_workloads.runspec import MeshSpec
 
+from msa_operator.planner import backends
 from msa_operator.planner.checks import check
 from msa_operator.planner.degrees import PlanError, Refusal
 from msa_operator.planner.fitting import Candidate, Fitting, Misfit, usable_bytes
@@ -33,6 +34,7 @@ def plan(request: Request, runtime: Runtime) -> Plan:
     Raises :class:`PlanError` when there is none; it names the fields to change.
     """
     notes = check(request, runtime)
+    request, unfit = backends.on_fit_machines(request)
     fitting = Fitting(request, runtime)
     found, misfits = _search(fitting, runtime)
     if not found:
@@ -48,7 +50,7 @@ def plan(request: Request, runtime: Runtime) -> Plan:
         (here if placed == there else others).append(misfit)
     room = max(0, SHOWN - len(slower))
     shown = (_reason(misfit, request) for misfit in (*here, *others)[:room])
-    every = (*slower, *shown)[:SHOWN]
+    every = (*unfit, *slower, *shown)[:SHOWN]
     return replace(chosen, rejected=every, notes=(*notes, *_uneven(fitting, best), *chosen.notes))
 
 
@@ -100,6 +102,7 @@ def _plan(fitting: Fitting, best: Candidate) -> Plan:
         accumulation=sequences // mesh.data_ranks // setting.micro,
         memory=setting.memory,
         context=setting.how,
+        backend=request.backend,
         rank=setting.rank,
         usable=usable_bytes(best.machine, mesh.world_size)[0],
         flops=fitting.work(mesh, setting.memory),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msa_workloads.runspec import MeshSpec
 
+from msa_operator.planner import backends
 from msa_operator.planner.degrees import context_degrees, divisors, tensor_degrees
 from msa_operator.planner.hardware import Machine
 from msa_operator.planner.request import Request
@@ -37,7 +38,7 @@ def shape_of(machine: Machine) -> tuple[int, int, bool, bool]:
 
 
 def _splits(request: Request, runtime: Runtime, machine: Machine) -> Iterator[Split]:
-    most = runtime.most_context(request.pattern)
+    most = runtime.most_context(request.pattern) if backends.splits_sequences(request) else 1
     for world in _worlds(request, machine):
         if request.workers is not None or request.fixed:
             domain = world

@@ -23,26 +23,27 @@ HIDDEN = 0.8
 
 def step_seconds(
     machine: Machine, mesh: MeshSpec, work: StepFlops, moved: StepBytes, *, precision: str,
-    busiest: float = 1.0,
+    busiest: float = 1.0, attention: float | None = 1.0,
 ) -> float | None:  # fmt: skip
     """Estimated seconds of one step, or None where the device's speed is not known.
 
-    ``busiest`` is how much more than the mean the busiest tensor rank attends.
+    ``busiest`` is how much more than the mean the busiest tensor rank attends, ``attention`` how
+    fast that is against :data:`ATTENTION_EFFICIENCY`; None where nobody knows.
     """
     gpu = machine.accelerator
-    if gpu is None or not gpu.peak_tflops:
+    if gpu is None or not gpu.peak_tflops or attention is None:
         return None
     peak = gpu.peak_tflops * 1e12 * (1.0 if precision == "bf16" else FP32_SPEED)
     world = mesh.world_size
     matrices = (work.matrices + work.recompute_matrices) / (peak * MATRIX_EFFICIENCY) / world
-    attention = (work.attention + work.recompute_attention) / (peak * ATTENTION_EFFICIENCY) / world
-    attention *= busiest
-    compute = matrices + attention
+    attended = (work.attention + work.recompute_attention) / (peak * ATTENTION_EFFICIENCY) / world
+    attended *= busiest / attention
+    compute = matrices + attended
 
     inner = mesh.tensor * mesh.context
     here = min(machine.count, world) // mesh.tensor
     data = moved.data / bandwidth(machine, inner * mesh.data_shard, max(1, here))
     tensor = moved.tensor / bandwidth(machine, mesh.tensor, min(mesh.tensor, machine.count))
     context = moved.context / bandwidth(machine, inner)
-    exposed = max(0.0, data - HIDDEN * compute) + tensor + max(0.0, context - attention)
+    exposed = max(0.0, data - HIDDEN * compute) + tensor + max(0.0, context - attended)
     return compute + exposed
