@@ -59,6 +59,8 @@ class Limits:
     """A row is one document; over context ranks, a few."""
     whole_calls: bool = False
     """Computes whole calls: no rank of a context-parallel group can have a part of one."""
+    exact: bool = True
+    """Agrees with the others to the rounding of its inputs' dtype."""
     package: str = ""
     """That brings it."""
 
@@ -138,7 +140,7 @@ LIMITS: Mapping[str, Limits] = {
     "triton-fused": Limits(gpu=True, dtypes=FLOATS[1:], part=few_rules),
     "triton-fp8": Limits(
         gpu=True, dtypes=HALVES, head_dims=range(1, 129), head_text="up to 128", least=(8, 9),
-        part=few_rules, merges_passes=False,
+        part=few_rules, merges_passes=False, exact=False,
     ),
 }  # fmt: skip
 """By name, in the order in which they are asked for one that serves."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msa_kernels.capabilities import LIMITS
 from msa_workloads.heads import Order
 from msa_workloads.runspec import (
     AttentionSpec,
@@ -254,6 +255,7 @@ def same_run(a: RunSpec, b: RunSpec) -> str:
         ("sequence.length", a.sequence.length, b.sequence.length),
         ("tokens of a step", step_tokens(a), step_tokens(b)),
         ("attention", _plain(a.attention), _plain(b.attention)),
+        ("attention.backend", _rounds(a.attention), _rounds(b.attention)),
         ("training.seed", a.training.seed, b.training.seed),
         ("training.precision", a.training.precision, b.training.precision),
         ("training.learningRate", a.training.learning_rate, b.training.learning_rate),
@@ -268,4 +270,11 @@ def step_tokens(spec: RunSpec) -> int:
 
 
 def _plain(attention: AttentionSpec) -> Any:
-    return attention.pattern, attention.dense_layers, attention.backend
+    return attention.pattern, attention.dense_layers
+
+
+def _rounds(attention: AttentionSpec) -> str:
+    """Backends agree to rounding, and ``auto`` takes another one on another machine; what rounds
+    further is another computation, as another precision is."""
+    limits = LIMITS.get(attention.backend)
+    return "" if limits is None or limits.exact else attention.backend

@@ -147,6 +147,7 @@ def test_tied_embeddings_and_the_seed(make_spec: Callable[..., RunSpec]) -> None
         ),
         ({"mesh": {"tensor": 3}}, r"mesh.tensor: found 3, allowed: 1, 2, 4 \(4 query and 2"),
         ({"memory": {"checkpoint_layers": 0}}, "checkpoint_layers: found 0"),
+        ({"attention": {"backend": "tritn"}}, "backend: found 'tritn', allowed: auto, .*triton,"),
     ],
 )
 def test_what_this_release_cannot_do_is_refused(

@@ -61,6 +61,25 @@ def test_the_report_is_one_safe_file(make_spec: Callable[..., RunSpec]) -> None:
     assert summary["versions"]["torch"] != "not installed"
 
 
+def test_the_report_says_what_was_asked_for_and_what_ran(
+    make_spec: Callable[..., RunSpec],
+) -> None:
+    attention = {"pattern": {"type": "Dense"}, "backend": "triton"}
+    ran = {"pattern": "Dense(causal=True)", "device": "cuda:0", "dtype": "bfloat16",
+           "q_rows": 64, "packed": True, "calls": 6}  # fmt: skip
+    for used, said in (
+        ([{**ran, "backend": "triton"}], "triton was asked for, triton ran"),
+        ([{**ran, "backend": n} for n in ("context/triton", "triton", "triton")],
+         "triton was asked for, context/triton and triton ran"),
+        ([], "triton was asked for, none ran"),
+    ):  # fmt: skip
+        result = {**outcome(1), "attention": used}
+        spec = make_spec(attention=attention)
+        summary = summarise(spec, result, wall_seconds=1.0, restarts=0)
+        assert summary["backend"] == "triton"
+        assert said in render(spec, summary, result["history"])
+
+
 @pytest.mark.parametrize(
     ("pattern", "pictures"),
     [

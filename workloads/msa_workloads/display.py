@@ -112,6 +112,11 @@ def _attention(used: dict[str, Any]) -> str:
     )
 
 
+def _backend(summary: dict[str, Any]) -> str:
+    ran = dict.fromkeys(used["backend"] for used in summary["attention"])
+    return f"{summary['backend']} was asked for, {' and '.join(ran) or 'none'} ran"
+
+
 def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line that terminal and report share."""
     losses, speed = summary["loss"], summary["speed"]
@@ -135,6 +140,7 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("content hash", content["sha256"]),
         ("attention", "; ".join(map(_attention, summary["attention"])) or "none ran"),
+        ("backend", _backend(summary)),
         *(("heads", heads_line(kind)) for kind in summary.get("heads", ())),
         *context_lines(summary.get("context")),
         ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),

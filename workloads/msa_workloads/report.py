@@ -80,6 +80,7 @@ def summarise(
         "restarts": restarts,
         "seed": spec.training.seed,
         "pattern": spec.attention.pattern,
+        "backend": spec.attention.backend,
         "plan": spec.plan,
         "versions": versions(),
         "files": {

@@ -114,7 +114,7 @@ def notes(request: Request) -> Iterator[str]:
             f"{FIELD} {name} computes sequences of one document{few}: one that packs more, or is "
             "padded, ends the run; auto computes it on another backend"
         )
-    if name == "triton-fp8":
+    if not limits.exact:
         yield (
             f"{FIELD} {name} rounds its forward to e4m3: results are about 5 % off on normal "
             "inputs, more where scores are large (docs/kernels.md)"

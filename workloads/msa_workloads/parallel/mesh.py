@@ -17,6 +17,8 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from msa_kernels import backend
+from msa_kernels.capabilities import AUTO
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msa_workloads.heads import HeadsError, check_tensor
@@ -155,6 +157,7 @@ def check_supported(spec: RunSpec) -> None:
     do; before anything starts."""
     try:
         check_values(spec)
+        _check_backend(spec.attention.backend)
         check_tensor(spec.model.config, spec.mesh.tensor)
     except RunSpecError as error:
         raise UnsupportedError(str(error)) from None
@@ -166,6 +169,12 @@ def check_supported(spec: RunSpec) -> None:
 
     check_context(spec)
     check(spec)
+
+
+def _check_backend(name: str) -> None:
+    known = (AUTO, *backend.LOADERS)
+    if name not in known:
+        raise UnsupportedError(f"attention.backend: found {name!r}, allowed: {', '.join(known)}")
 
 
 def build_mesh(spec: MeshSpec, world: World, *, heads: int = 1) -> Mesh:
