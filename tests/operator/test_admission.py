@@ -207,6 +207,10 @@ def test_what_checkpoints_depend_on_cannot_change(door: Door, field: str):
     }
     said = door.change(name, {"spec": {field: other[field]}})
     assert said is not None and f"{field} cannot change" in said, said
+    if field == "attention":
+        said = door.change(name, {"spec": {field: {"backend": "triton"}}})
+        assert said is not None and f"{field} cannot change" in said, said
+        assert door.change(name, {"spec": {field: {"backend": "auto"}}}) is None, "the default"
     # The same edit beside them is free.
     assert door.change(name, {"spec": {"training": {"maxSteps": 200}}}) is None
 

@@ -22,7 +22,7 @@ def problems(changes: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def test_defaults():
     spec = parse_job(job({"spec.attention": GONE, **GPU})).spec
-    assert spec.attention.pattern == Dense()
+    assert spec.attention.pattern == Dense() and spec.attention.backend == "auto"
     assert spec.training.learning_rate == 2e-5 and spec.training.precision == "bf16"
     assert spec.parallelism.policy == "Auto"
     assert spec.capacity.order == ("Reserved", "OnDemand")
@@ -116,6 +116,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "repeated layer": (
         {"spec.attention.denseLayers": [1, 1]}, "spec.attention.denseLayers[1]", "twice", "",
     ),
+    "backend": (
+        {"spec.attention.backend": "tritn"}, "spec.attention.backend", "tritn", "triton",
+    ),
+    "piece of a backend's name": (
+        {"spec.attention.backend": "FP8"}, "spec.attention.backend", "FP8", "triton-fp8",
+    ),
+    "backend number": ({"spec.attention.backend": 4}, "spec.attention.backend", "4", ""),
     "env": ({"spec.pod.env": [{"name": "A"}, {"name": "1A"}]}, "spec.pod.env[1].name", "1A", ""),
     "env twice": (
         {"spec.pod.env": [{"name": "A", "value": "x", "valueFrom": {}}]},
@@ -293,7 +300,7 @@ values = st.one_of(
 paths = st.sampled_from([
     "spec", "metadata", "spec.model", "spec.model.config", "spec.data.source", "spec.sequence",
     "spec.sequence.length", "spec.attention", "spec.attention.pattern",
-    "spec.attention.denseLayers",
+    "spec.attention.denseLayers", "spec.attention.backend",
     "spec.attention.pattern.type", "spec.attention.pattern.members", "spec.parallelism.tensor",
     "spec.hardware", "spec.hardware.accelerators", "spec.hardware.instanceTypes", "spec.pod.env",
     "spec.pod.volumes", "spec.pod.tolerations", "spec.deadlines.start", "spec.capacity.order",

@@ -64,6 +64,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
         {"spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1,
          "spec.parallelism.tensor": 1}, "do not divide over 2"),
     "layer that does not exist": ({"spec.attention.denseLayers": [4]}, "the model has 4 layers"),
+    "backend that nobody has": ({"spec.attention.backend": "fa5"}, "nearest  fa4"),
+    "backend for GPUs": ({"spec.attention.backend": "triton"}, "it needs a GPU"),
     "model that cannot be had": ({"spec.model": {"source": "hf://Qwen/Qwen3-8B"}}, "qwen3-8b"),
     "gpu without gpus": ({**GPU, "spec.model": {"preset": "tiny-llama"}}, "nvidia-smi shows none"),
     "memory": ({"spec.model.preset": "llama-3.1-70b"}, "GiB per worker"),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def test_everything_arrives():
                       "holdoutFraction": 0.1},
         "spec.sequence.globalBatchTokens": 4096 * 12,
         "spec.attention.denseLayers": [0, 3],
+        "spec.attention.backend": "torch",
         "spec.training": {"maxSteps": 1000, "learningRate": 1e-3, "minLearningRateRatio": 0.2,
                           "weightDecay": 0.01, "beta1": 0.8, "beta2": 0.9, "clipNorm": 2,
                           "precision": "fp32", "seed": 5, "evaluateEvery": 10,
@@ -60,7 +62,8 @@ def test_everything_arrives():
     )  # fmt: skip
     assert step_tokens(spec) == 4096 * 12
     assert spec.attention.pattern == {"type": "SinkWindow", "window": 512, "sinks": 64}
-    assert spec.attention.dense_layers == (0, 3)
+    assert spec.attention.dense_layers == (0, 3) and spec.attention.backend == "torch"
+    assert spec.plan["attentionBackend"] == "torch"
     assert dataclasses.asdict(spec.training) == {
         "max_steps": 1000, "learning_rate": 1e-3, "min_learning_rate_ratio": 0.2,
         "warmup_steps": 50, "weight_decay": 0.01, "beta1": 0.8, "beta2": 0.9, "clip_norm": 2.0,
@@ -106,6 +109,8 @@ def test_fixed_degrees():
 def test_impossible_plans_name_the_field():
     ((path, what, nearest),) = problems({"spec.attention.denseLayers": [4]})
     assert (path, nearest) == ("spec.attention.denseLayers[0]", "3") and "4 layers" in what
+    ((path, what, nearest),) = problems({"spec.attention.backend": "triton"})
+    assert (path, nearest) == ("spec.attention.backend", "auto") and "needs a GPU" in what
     odd = {
         "spec.sequence.globalBatchTokens": 4096, "spec.parallelism.context": 1,
         "spec.parallelism.tensor": 1,
@@ -156,6 +161,10 @@ def test_what_may_change_between_attempts():
     assert same_run(start, longer) == ""
     wider = built({"spec.hardware.workers": 1})
     assert same_run(start, wider) == "", "another split of the same tokens"
+    assert same_run(start, built({"spec.attention.backend": "torch"})) == "", "exact, as auto is"
+    eight = replace(start, attention=replace(start.attention, backend="triton-fp8"))
+    assert same_run(start, eight) == same_run(eight, start) == "attention.backend"
+    assert same_run(eight, eight) == ""
     for change, name in (
         ({"spec.sequence.globalBatchTokens": 16384}, "tokens of a step"),
         ({"spec.attention.pattern.window": 8}, "attention"),

@@ -40,12 +40,13 @@ def refusals(request: Request) -> list[Refusal]:
     works = [name for name in NAMES if _why(request, name) is None]
     family = request.backend.split("-")[0]
     return [Refusal(
-        FIELD, f"found {request.backend}, which {why}", ", ".join(works),
+        FIELD, f"found {request.backend}{why}", ", ".join(works),
         family if family in works else AUTO,
     )]  # fmt: skip
 
 
 def _why(request: Request, name: str) -> str | None:
+    """What follows the backend's name where it does not serve the job."""
     if name == AUTO:
         return None
     shape = request.shape
@@ -56,27 +57,25 @@ def _why(request: Request, name: str) -> str | None:
         head_dim=shape.head_size, rows=request.length, training=True,
     )  # fmt: skip
     if said is not None:
-        return said
+        return f": it {said}"
     for pattern in _patterns(request):
-        if said := refuses_pattern(name, pattern, shape.kv_heads):
-            own = shape.sliding_window
-            return said if own is None else f"{said} (here within the model's own window of {own})"
+        own = shape.sliding_window
+        found = pattern if own is None else pattern.limited(own)
+        if said := refuses_pattern(name, found, shape.kv_heads):
+            within = "" if own is None else f" within the model's own window of {own}"
+            return f" for {pattern.kind}{within}: it {said}"
     if LIMITS[name].whole_calls and (request.context or 1) > 1:
-        return f"computes whole sequences: parallelism.context must be 1, not {request.context}"
+        return f" with context {request.context}: it computes whole sequences"
     each = [_unfit(name, machine) for machine in request.machines]
-    return each[0] if each and all(each) else None
+    return f": it {each[0]}" if each and all(each) else None
 
 
 def _patterns(request: Request) -> Iterator[Pattern]:
-    """Of the layers, as they compute them; without those whose keys are selected at run time."""
-    shape = request.shape
-    some: list[Pattern] = []
-    if len(request.dense_layers) < shape.layers and not is_learned(request.pattern):
-        some.append(request.pattern)
+    """Of the layers; without those whose keys are selected at run time."""
+    if len(request.dense_layers) < request.shape.layers and not is_learned(request.pattern):
+        yield request.pattern
     if request.dense_layers:
-        some.append(Dense())
-    window = shape.sliding_window
-    yield from (p if window is None else p.limited(window) for p in some)
+        yield Dense()
 
 
 def _unfit(name: str, machine: Machine) -> str | None:
