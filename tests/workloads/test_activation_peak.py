@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,13 @@ from msa_workloads.model import LanguageModel
 from msa_workloads.parallel import activation, offload
 from msa_workloads.parallel.tiled_mlp import TiledMlp
 from msa_workloads.runspec import MemorySpec
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+from alive import Alive
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "training"
 TOKENS, HIDDEN, HEADS, KV_HEADS, VOCABULARY = 512, 64, 8, 2, 61
 UNIT = TOKENS * HIDDEN * 4
-
-
-class Alive(TorchDispatchMode):
-    """Storages of at least a quarter of a layer's input that operators have made and that live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.host: set[int] = set()
-        """Storages that stand for host memory."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() >= UNIT // 4:
-                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def units(self) -> float:
-        """Their bytes now, in units of a layer's input."""
-        self.made = {at: one for at, one in self.made.items() if not one[0].expired()}
-        return sum(size for at, (_, size) in self.made.items() if at not in self.host) / UNIT
 
 
 class Norm(torch.autograd.Function):
@@ -107,17 +85,18 @@ def test_backward_holds_what_the_plan_counts(
     batch = Batch(
         tokens, tokens, torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, dtype=torch.int32)
     )
-    alive, seen = Alive(), []
+    # Of at least a quarter of a layer's input.
+    alive, seen = Alive(UNIT // 4), []
     make, bounds = offload.HostBuffers._make, TiledMlp.bounds
 
     def on_host(self: Any, shape: Any, dtype: Any) -> torch.Tensor:
         buffer = make(self, shape, dtype)
-        alive.host.add(buffer.untyped_storage()._cdata)
+        alive.apart.add(buffer.untyped_storage()._cdata)
         return buffer
 
     def watched(self: TiledMlp, rows: int) -> list[slice]:
         # Where a GPU's peak was measured: the MLP's backward has just made its gradient.
-        seen.append(alive.units())
+        seen.append(alive.bytes() / UNIT)
         return bounds(self, rows)
 
     monkeypatch.setattr(offload.HostBuffers, "_make", on_host)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from msa_kernels.pattern import Dense, Pattern, PerHead
 from msa_workloads.heads import Order, busiest, stored, stored_order
-from msa_workloads.runspec import MemorySpec, MeshSpec
+from msa_workloads.runspec import ContextSpec, MemorySpec, MeshSpec
 
 from msa_operator.planner import backends, comm, flops, timing
-from msa_operator.planner.context import ContextChoice, Heads, choose
+from msa_operator.planner.context import ContextChoice, Heads, choose, price_layouts
 from msa_operator.planner.degrees import divisors
+from msa_operator.planner.exchange import NONE, ROUNDED, Exchange, Ranks, Weights, held
 from msa_operator.planner.hardware import MIB, Machine
 from msa_operator.planner.memory import GPU_RESERVE, HOST_SHARE, Needs, RankMemory, needs
 from msa_operator.planner.request import Request
@@ -85,6 +87,7 @@ class Fitting:
         self._rates: dict[str, float] = {}
         self._needs: dict[tuple[int, int], Needs] = {}
         """By tensor degree and identity of the ladder's rung."""
+        self._exchanges: dict[tuple[int, int, ContextSpec, bool], Exchange] = {}
 
     def split(
         self, machine: Machine, split: Split, skip: float
@@ -240,13 +243,10 @@ class Fitting:
                 shape, mesh.tensor, memory, precision, cpu=self.cpu,
                 backward=backends.BACKWARD_BYTES.get(self.request.backend, 0),
             )  # fmt: skip
-        exchange = 0.0
-        if how.held:
-            kv = 2 * max(shape.kv_size / mesh.tensor, shape.head_size) * (self.width + 4)
-            exchange = how.held * micro * kv
         rank = self._needs[key].rank(
             mesh.data_shard * mesh.context, mesh.world_size > 1 or precision == "bf16",
-            micro * -(-self.request.length // mesh.context), exchange,
+            micro * -(-self.request.length // mesh.context),
+            self._exchange(mesh, how, micro > 1).times(micro),
         )  # fmt: skip
         return Setting(memory, micro, how, rank, rank.total)
 
@@ -269,18 +269,44 @@ class Fitting:
 
     def _context(self, mesh: MeshSpec) -> ContextChoice:
         request, shape = self.request, self.request.shape
-        weights: dict[Pattern, int] = {}
-        for head in range(shape.kv_heads):
-            pattern = request.pattern.for_group(head)
-            weights[pattern] = weights.get(pattern, 0) + shape.layers - len(request.dense_layers)
-            weights[Dense()] = weights.get(Dense(), 0) + len(request.dense_layers)
         heads = Heads(shape.heads // mesh.tensor, max(1, shape.kv_heads // mesh.tensor))
-        used = tuple((pattern, count) for pattern, count in weights.items() if count)
-        return choose(used, request.length, mesh.context, heads, self.width)
+        return choose(self._weights(), request.length, mesh.context, heads, self.width)
+
+    def _kinds(self) -> list[tuple[Weights, int]]:
+        """Kinds of layers: their key/value heads by pattern, and how many layers there are."""
+        request, shape = self.request, self.request.shape
+        sparse = Counter(request.pattern.for_group(head) for head in range(shape.kv_heads))
+        dense = len(request.dense_layers)
+        kinds = ((sparse, shape.layers - dense), (Counter({Dense(): shape.kv_heads}), dense))
+        return [(tuple(heads.items()), layers) for heads, layers in kinds if layers]
+
+    def _weights(self) -> Weights:
+        """Key/value heads of all layers by pattern."""
+        weights: Counter[Pattern] = Counter()
+        for heads, layers in self._kinds():
+            for pattern, count in heads:
+                weights[pattern] += count * layers
+        return tuple(weights.items())
+
+    def _exchange(self, mesh: MeshSpec, how: ContextChoice, batched: bool) -> Exchange:
+        if mesh.context == 1:
+            return NONE
+        key = mesh.tensor, mesh.context, how.spec, batched
+        if key not in self._exchanges:
+            shape, length, weights = self.request.shape, self.request.length, self._weights()
+            outer = price_layouts(weights, length, mesh.context // how.spec.heads)[0].name
+            self._exchanges[key] = held(
+                Ranks(length, mesh.context, how.spec, outer, weights), self._kinds(),
+                (shape.heads // mesh.tensor, max(1, shape.kv_heads // mesh.tensor)),
+                shape.head_size, self.width, eager=self.cpu,
+                merges=backends.merges(self.request), rounds=self.request.backend in ROUNDED,
+                batched=batched,
+            )  # fmt: skip
+        return self._exchanges[key]
 
     def _ring(self, shared: ContextChoice, context: int) -> ContextChoice:
         """The same with keys that come one rank at a time, where that holds fewer at once."""
-        two = 2.0 * -(-self.request.length // context)
+        two = 2.0 * -(-self.request.length * shared.spec.heads // context)
         if shared.held <= two or not backends.merges(self.request):
             return shared
         spec = replace(shared.spec, method="ring")

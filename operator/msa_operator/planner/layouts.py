@@ -167,8 +167,10 @@ class Share:
     """Queries of each pass that waits for keys, and the own keys that it takes along."""
     stretch: int
     """Rows from the first query that waits to the last."""
+    whole: bool = False
+    """All queries wait, in one pass."""
     sorted: bool = False
-    """All queries wait, and keys are put in order by an index."""
+    """Its keys are put in order by an index."""
 
     def split(self, method: str) -> bool:
         """Queries that wait are computed on own and on received keys apart, and merged: the rule
@@ -177,7 +179,7 @@ class Share:
             return False
         if method == "ring":
             return True
-        return not self.sorted and 2 * sum(rows for rows, _ in self.passes) > self.own
+        return not self.whole and 2 * sum(rows for rows, _ in self.passes) > self.own
 
 
 MOST_PASSES = 4
@@ -196,7 +198,7 @@ def shares(
     rules = None if isinstance(pattern, BlockTopK) else _folded(pattern, stride)
     if rules is None:
         away = length - own
-        return (Share(own, away, away, ((own, own),), own, sorted=True),)
+        return (Share(own, away, away, ((own, own),), own, whole=True, sorted=True),)
     owned, size = owned[: ranks // stride], -(-length // stride)
     travels = [_travels(rules, chunks, size) for chunks in owned]
     sent = _sent(travels, owned)

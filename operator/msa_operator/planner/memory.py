@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
+from msa_operator.planner.exchange import NONE, Exchange
 from msa_operator.planner.modelspec import ModelShape
 
 ALLOCATOR = 1.1
@@ -48,6 +49,7 @@ class RankMemory(NamedTuple):
     working: float
     logits: float
     exchange: float
+    """Of a layer's backward, what context ranks add to it."""
     fixed: float
     host: float = 0.0
     update: float = 0.0
@@ -79,7 +81,9 @@ class TokenBytes:
     kept: float
     """All that backward needs when nothing is computed again, the input included."""
     working: float
-    """Gradients, and what the MLP gathers, that are alive at once in the layer's backward."""
+    """Gradients, and what the MLP gathers, that are alive at once in the MLP's backward."""
+    apart: float
+    """Gradients that are alive at once in attention's."""
     tile: float
     """Of the MLP, per token of a tile."""
     logits: float
@@ -108,8 +112,8 @@ def token_bytes(
         kept = 2 * residual + normalised + heads + attention
         # In the MLP's backward its gradients, in the attention's those of its heads, of which the
         # MLP's two inputs have made room.
-        mlp = residual + 2 * hidden
-        working = max(mlp, query + query + pair + backward * query / width)
+        working = residual + 2 * hidden
+        apart = query + query + pair + backward * query / width
         # Both inner products, the gradient of their outer one, and what the compiled step makes of
         # them before it takes their place.
         tile = 5 * inner
@@ -118,6 +122,8 @@ def token_bytes(
         norms = 2 * shape.hidden * upcast / tensor + 2 * residual
         heads_upcast = (query + pair / 2) / width * upcast if shape.qk_norm else 0
         kept = norms + normalised + heads + heads_upcast + attention + 4 * inner
+        # Delta is formed from copies of the output and of its gradient in fp32.
+        apart = 2 * residual + query + query + pair + 2 * query / width * upcast
         working = 2 * residual + 3 * inner + (2 * hidden if split else 0)
         tile = 4 * inner
     # Logits of the chunk become their own gradient; over tensor ranks and on CPUs they are
@@ -130,6 +136,7 @@ def token_bytes(
         products=query + pair + hidden,
         kept=kept,
         working=working,
+        apart=apart,
         tile=tile,
         logits=logits,
         hidden=hidden / tensor,
@@ -168,6 +175,7 @@ class Needs(NamedTuple):
     """Per token, as everything below."""
     last: float
     working: float
+    apart: float
     tile: float
     tile_tokens: int
     """At most; 0 for all at once."""
@@ -177,27 +185,37 @@ class Needs(NamedTuple):
     hidden: float
     host: float
     fixed: float
+    checkpointing: str
 
-    def rank(self, shards: int, wrapped: bool, tokens: int, exchange: float) -> RankMemory:
+    def rank(self, shards: int, wrapped: bool, tokens: int, exchange: Exchange) -> RankMemory:
         """Of a rank with ``tokens`` tokens, whose states ``shards`` ranks share."""
         owned = self.parameters / shards
         moved = owned * self.moved_states
         # Eager updates hold two results as long as the weights beside what they read.
         update = min(owned, 2 * BUCKET) * self.moved_states if moved else 8.0 * owned
         tile = min(tokens, self.tile_tokens or tokens)
+        apart = self.apart * tokens
+        working = max(self.working * tokens + self.tile * tile, apart)
+        more = max(0.0, apart + exchange.work - working)
+        kept, last = self.kept * tokens, self.last * tokens
+        if self.checkpointing == "none":
+            kept, last = kept + exchange.layers, last + exchange.layer
+        else:
+            more += exchange.layer
+            kept += exchange.results if self.checkpointing == "selective" else 0.0
         at_once = min(tokens, self.logit_tokens or tokens)
         return RankMemory(
             states=owned * self.states,
             gathered=self.gathered if wrapped else 0.0,
-            kept=self.kept * tokens,
-            working=self.working * tokens + self.tile * tile,
+            kept=kept,
+            working=working,
             logits=self.logits * at_once + self.hidden * tokens + self.head,
-            exchange=exchange,
+            exchange=more,
             fixed=self.fixed,
             host=moved + self.host * tokens,
             update=max(update, self.reduced) if wrapped else update,
             gradients=owned * self.gradients,
-            last=self.last * tokens,
+            last=last,
         )
 
 
@@ -214,7 +232,8 @@ def needs(
     weight = 2 if memory.parameters == "bf16" else 4
     moments = 2 * (2 if memory.optimizer_states == "bf16" else 4)
 
-    kept_layer, working, tile, host = each.kept, each.working, each.tile, 0.0
+    kept_layer, working, apart = each.kept, each.working, each.apart
+    tile, host = each.tile, 0.0
     if cpu and memory.mlp_chunk:
         kept_layer -= each.tile
         working -= 0.75 * each.tile
@@ -223,7 +242,7 @@ def needs(
     if memory.checkpointing == "none":
         kept, last = shape.layers * kept_layer, kept_layer
     else:
-        working += kept_layer
+        working, apart = working + kept_layer, apart + kept_layer
         every = memory.checkpoint_layers
         inputs = on_device = -(-shape.layers // every)
         if memory.offload_checkpoints:
@@ -250,6 +269,7 @@ def needs(
         kept=kept,
         last=last,
         working=working,
+        apart=apart,
         tile=tile,
         tile_tokens=memory.mlp_chunk,
         # Without chunks the logits, their softmax and its gradient are there in fp32 as well.
@@ -258,6 +278,7 @@ def needs(
         hidden=each.hidden,
         host=host,
         fixed=WORKER_BYTES if cpu else 0.0,
+        checkpointing=memory.checkpointing,
     )
 
 
@@ -268,12 +289,12 @@ def rank_memory(
     *,
     tokens: int,
     precision: str,
-    exchange: float = 0.0,
+    exchange: Exchange = NONE,
     cpu: bool = False,
 ) -> RankMemory:
     """Peak memory of one rank that holds ``tokens`` tokens of a micro-batch.
 
-    ``exchange`` is the bytes of keys and values that context parallelism receives for one layer.
+    ``exchange`` is what attention over context ranks adds, of all sequences of the micro-batch.
     """
     wrapped = mesh.world_size > 1 or precision == "bf16"
     shards = mesh.data_shard * mesh.context

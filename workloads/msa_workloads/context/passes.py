@@ -263,8 +263,8 @@ class _Backward:
             self.keys.start()
             self._early()
             self._remote()
-        for stage, pending in self.returning:
-            self._collect(stage, pending.wait())
+        while self.returning:
+            self._collect_first()
         q, k, v = self.inputs[0], self.keys.k, self.keys.v
         sums = zip((self.dq, self.dk, self.dv), (q, k, v), strict=True)
         dq, dk, dv = (s.total(like).to(self.dtype) for s, like in sums)
@@ -290,6 +290,10 @@ class _Backward:
                 self._add(one, grads, alone=len(passes) == 1)
             self.keys.arrived.pop(number, None)
             self.returning.append(self.keys.give_back(number, grads))
+            del grads
+            # Of a ring's stages one is on its way back at a time; own sums are there by then.
+            if not self.call.keep and len(self.returning) > 1:
+                self._collect_first()
 
     def _add(self, one: Pass, remote: Tensor | None, alone: bool = False) -> None:
         """Add one pass's gradients to the sums, and to ``remote`` (received, B, 2, heads, D), of
@@ -312,9 +316,11 @@ class _Backward:
                 place = remote[slice(*piece.rows), :, n].transpose(0, 1)
                 copy(place, part) if alone else place.add_(part)
 
-    def _collect(self, stage: Stage, rows: Tensor) -> None:
+    def _collect_first(self) -> None:
         """Add what other ranks found for this rank's keys, one rank after the other: a sum whose
         order does not depend on arrival. Sums of several ranks are wide."""
+        stage, pending = self.returning.pop(0)
+        rows = pending.wait()
         wide = self.work if len(stage.given_back) > 1 else self.pieces
         for n, total in enumerate((self.dk, self.dv)):
             held = total.total(self.keys.k, wide)
