@@ -287,6 +287,22 @@ def test_resume_refuses_another_job(here: Path, launched: list[tuple[RunSpec, bo
     assert len(launched) == 1
 
 
+def test_a_backend_set_for_one_command_reaches_plan_and_run(
+    here: Path, launched: list[tuple[RunSpec, bool]]
+):
+    path, override = write(here), ("--set", "attention.backend=torch")
+    assert "sinks 64), backend torch" in msa("plan", path, *override).stdout
+    assert "backend" not in msa("plan", path).stdout
+    made = json.loads(msa("plan", path, *override, "-o", "json").stdout)
+    assert made["attentionBackend"] == "torch"
+    assert msa("run", path, *override).exit_code == 0
+    assert msa("run", path, "--resume", "--set", "training.maxSteps=200").exit_code == 0
+    assert [spec.attention.backend for spec, _ in launched] == ["torch", "auto"]
+    refused = msa("run", path, "--set", "attention.backend=sdpa")
+    assert refused.exit_code == 2 and "--set attention.backend" in refused.stderr
+    assert "sdpa for SinkWindow: it serves Dense only" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
