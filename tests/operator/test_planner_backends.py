@@ -10,13 +10,16 @@ from msa_kernels.capabilities import NAMES
 from msa_kernels.pattern import BlockTopK, Dense, Dilated, Pattern, SinkWindow, Union, Window
 from msa_operator.planner import backends
 from msa_operator.planner.degrees import PlanError, Refusal
+from msa_operator.planner.exchange import NONE
 from msa_operator.planner.explain import to_dict
 from msa_operator.planner.hardware import ACCELERATORS, Accelerator, local, machine
+from msa_operator.planner.memory import needs, token_bytes
 from msa_operator.planner.modelspec import model_shape
 from msa_operator.planner.presets import PRESETS
 from msa_operator.planner.request import Request
 from msa_operator.planner.runtime import EVERYTHING
 from msa_operator.planner.search import plan
+from msa_workloads.runspec import MemorySpec
 
 LLAMA = model_shape(PRESETS["llama-3-8b"])
 P4D, P5, G6E = (machine(n) for n in ("p4d.24xlarge", "p5.48xlarge", "g6e.48xlarge"))
@@ -115,6 +118,28 @@ def test_gpus_that_do_not_run_it_are_left_out_and_named():
     gpus = (("NVIDIA H200", 143_771),) * 8
     here = local(cpus=64, memory_mib=1 << 20, gpus=gpus, linked=True)
     assert isinstance(here.accelerator, Accelerator) and here.accelerator.capability == (9, 0)
+
+
+def test_a_fused_backward_holds_four_bytes_for_each_number_of_the_queries():
+    sums = backends.BACKWARD_BYTES["triton-fused"]
+    plain, fused = (token_bytes(LLAMA, 2, 2, True, held) for held in (0, sums))
+    assert fused == replace(plain, apart=plain.apart + 4 * LLAMA.query_size / 2)
+
+    def peak(held: float, **memory: Any) -> float:
+        spec = MemorySpec(checkpointing="full", loss_chunk=4096, **memory)
+        rank = needs(LLAMA, 1, spec, "bf16", cpu=False, backward=held).rank(8, True, 1 << 20, NONE)
+        return rank.total
+
+    # It is a moment of its own: seen where the MLP runs in tiles, and not where it is whole.
+    assert peak(0) == peak(sums)
+    assert peak(0, mlp_chunk=16_384) < peak(sums, mlp_chunk=16_384)
+    long = {"length": 1 << 21, "global_batch_tokens": 1 << 21, "machines": (P5,), "context": 8,
+            "least": 8, "most": 8}  # fmt: skip
+    sizes = {
+        name: plan(request(name, Window(8192), **long), EVERYTHING).rank.total
+        for name in ("auto", "triton", "triton-fused", "fa4")
+    }
+    assert sizes["auto"] == sizes["triton"] < sizes["triton-fused"] < sizes["fa4"]
 
 
 def test_a_faster_backend_is_estimated_as_faster():
