@@ -12,6 +12,7 @@ from msa_operator.planner import backends
 from msa_operator.planner.degrees import PlanError, Refusal
 from msa_operator.planner.exchange import NONE
 from msa_operator.planner.explain import to_dict
+from msa_operator.planner.fitting import Fitting
 from msa_operator.planner.hardware import ACCELERATORS, Accelerator, local, machine
 from msa_operator.planner.memory import needs, token_bytes
 from msa_operator.planner.modelspec import model_shape
@@ -19,7 +20,7 @@ from msa_operator.planner.presets import PRESETS
 from msa_operator.planner.request import Request
 from msa_operator.planner.runtime import EVERYTHING
 from msa_operator.planner.search import plan
-from msa_workloads.runspec import MemorySpec
+from msa_workloads.runspec import MemorySpec, MeshSpec
 
 LLAMA = model_shape(PRESETS["llama-3-8b"])
 P4D, P5, G6E = (machine(n) for n in ("p4d.24xlarge", "p5.48xlarge", "g6e.48xlarge"))
@@ -152,14 +153,16 @@ def test_a_faster_backend_is_estimated_as_faster():
     assert order == ["fa4", "triton-fused", "triton", "flex"]
 
 
-def test_results_of_some_keys_are_merged_only_where_they_can_be():
-    """A ring computes the keys of one rank after another."""
-    asked = {"pattern": Dense(), "length": 1 << 20, "global_batch_tokens": 1 << 20,
-             "machines": (P5,), "least": 8, "most": 8, "context": 8}  # fmt: skip
-    ring = plan(request("triton", **asked), EVERYTHING)
-    whole = plan(request("triton-fp8", **asked), EVERYTHING)
-    assert whole.context.spec.method != "ring"
-    assert ring.context.spec.heads == whole.context.spec.heads
+def test_a_ring_is_no_way_out_for_what_merges_no_passes():
+    """It computes the keys of one rank after another."""
+    ways = {
+        name: Fitting(request(name, Dense()), EVERYTHING)._ways(MeshSpec(context=4))
+        for name in ("auto", "triton", "triton-fused", "triton-fp8", "fa4", "cudnn")
+    }
+    methods = {name: tuple(way.spec.method for way in both) for name, both in ways.items()}
+    rings = {name for name, found in methods.items() if found == ("all_to_all", "ring")}
+    assert rings == {"auto", "triton", "triton-fused"}
+    assert methods["triton-fp8"] == methods["fa4"] == ("all_to_all", "all_to_all")
 
 
 def test_learned_patterns_are_left_to_what_serves_them():
