@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msa_kernels.capabilities import NAMES
 from msa_kernels.pattern import BlockTopK, Dense, Dilated, Pattern, SinkWindow, Union, Window
+from msa_operator.cli.submit import plan_lines
 from msa_operator.planner import backends
 from msa_operator.planner.degrees import PlanError, Refusal
 from msa_operator.planner.exchange import NONE
@@ -94,6 +95,8 @@ def test_every_backend_is_planned_for_what_it_serves(name: str):
     found = plan(dense, EVERYTHING)
     assert found.backend == to_dict(found)["attentionBackend"] == name
     assert found.mesh.context == 1 or backends.splits_sequences(dense)
+    told = ("attention", f"backend {name}") in plan_lines(to_dict(found))
+    assert told == (name != "auto"), "what msa submit prints"
     assert (found.step_seconds is None) == (name == "torch")
     assert any("no estimate" in note for note in found.notes) == (name == "torch")
     assert any(note.startswith("attention.backend") for note in found.notes) == (
