@@ -20,13 +20,14 @@ from msa_kernels.pattern import (
 )
 from msa_operator.planner.comm import step_bytes
 from msa_operator.planner.context import Heads, choose, price_layouts
+from msa_operator.planner.exchange import NONE, Ranks, held
 from msa_operator.planner.flops import head_pairs, layer_pairs, step_flops
 from msa_operator.planner.hardware import machine
 from msa_operator.planner.memory import ALLOCATOR, rank_memory
 from msa_operator.planner.modelspec import model_shape
 from msa_operator.planner.presets import PRESETS
 from msa_operator.planner.timing import step_seconds
-from msa_workloads.runspec import MemorySpec, MeshSpec
+from msa_workloads.runspec import ContextSpec, MemorySpec, MeshSpec
 
 LLAMA = model_shape(PRESETS["llama-3.1-8b"])
 TINY = model_shape(PRESETS["tiny-llama"])
@@ -102,8 +103,15 @@ MEASURED = [
 def test_peak_memory_of_measured_steps(
     mesh: MeshSpec, memory: MemorySpec, length: int, allocated: float, reserved: float
 ):
-    shape = replace(LLAMA, layers=4)
-    rank = rank_memory(shape, mesh, memory, tokens=length // mesh.context, precision="bf16")
+    shape, exchange = replace(LLAMA, layers=4), NONE
+    if mesh.context > 1:
+        heads = ((Window(4096), 8),)
+        ranks = Ranks(length, mesh.context, ContextSpec(), "rotated", ((Window(4096), 32),))
+        exchange = held(ranks, [(heads, 4)], (32, 8), 128, 2)
+        assert exchange.work > exchange.layer > 0
+    rank = rank_memory(
+        shape, mesh, memory, tokens=length // mesh.context, precision="bf16", exchange=exchange
+    )
     expected = rank.total / (1 << 30)
     assert 1.0 <= expected / ALLOCATOR / allocated <= 1.14
     assert expected <= reserved
@@ -124,6 +132,39 @@ def test_offloaded_states_leave_weights_and_gradients_on_the_device():
     rank = rank_memory(LLAMA, MeshSpec(), away, tokens=1024, precision="fp32")
     assert rank.states == rank.host == 8 * LLAMA.parameters
     assert rank.update == 2 * 256 * 2**20 * 8
+
+
+def test_gradients_of_earlier_micro_batches_are_there_when_backward_begins():
+    narrow = replace(FULL, parameters="bf16", optimizer_states="bf16")
+    for memory, sums in ((FULL, 0), (narrow, 4)):
+        one, more = (
+            rank_memory(
+                LLAMA, FSDP, memory, tokens=8192, precision="bf16", accumulates=accumulates
+            )
+            for accumulates in (False, True)
+        )  # fmt: skip
+        assert one.gradients > 0 == more.gradients
+        assert more.states - one.states == sums * LLAMA.parameters / 2
+
+
+def test_a_layer_that_receives_more_counts_as_much_as_if_all_did():
+    """Its keys are there at one time or another, however few such layers there are."""
+    dense, window = ((Dense(), 8),), ((Window(4096), 8),)
+    ranks = Ranks(131_072, 4, ContextSpec(), "zigzag", (*dense, *window))
+    few, most = (
+        held(ranks, kinds, (32, 8), 128, 2)
+        for kinds in ([(dense, 1), (window, 31)], [(dense, 31), (window, 1)])
+    )
+    assert few.work == most.work and few.layer == most.layer
+
+
+def test_backends_that_round_hold_less_of_what_travels():
+    ranks = Ranks(131_072, 2, ContextSpec(), "zigzag", ((Dense(), 8),))
+    wide, narrow = (
+        held(ranks, [(((Dense(), 8),), 4)], (32, 8), 128, 2, **kind)
+        for kind in ({}, {"merges": False, "rounds": True})
+    )
+    assert narrow.layer == wide.layer and narrow.work < wide.work
 
 
 def test_inputs_that_leave_are_counted_on_the_host():

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from msa_workloads.model import build_model
+from msa_workloads.parallel import fsdp
 from msa_workloads.parallel.fsdp import accumulate
 from msa_workloads.parallel.mesh import build_mesh, join_world
 
@@ -16,14 +20,15 @@ from forked_ranks import on_forks
 from mesh_cases import VOCABULARY, Case, Synthetic
 
 
-def halfway(parameters: str) -> list[float]:
-    """Elements of gradients over those of this rank's weights, before the last micro-batch of a
-    step and after it; whole ones that are not reduced yet are nobody's gradient."""
+def halfway(parameters: str, mesh_sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+    """Of a step of three micro-batches: elements of gradients over those of this rank's weights
+    after each, bytes of fp32 sums likewise, and the gradients, which are also found from a whole
+    sum in fp32."""
     from msa_workloads.data import Loader
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    spec = Case((1, 2, 1, 1), model="qwen3").spec()
+    spec = Case(mesh_sizes, model="qwen3").spec()
     spec = replace(
         spec, training=replace(spec.training, precision="bf16"),
         memory=replace(spec.memory, parameters=parameters),  # type: ignore[arg-type]
@@ -31,22 +36,44 @@ def halfway(parameters: str) -> list[float]:
     mesh = build_mesh(spec.mesh, join_world("cpu"))
     model = build_model(spec, VOCABULARY, mesh, mesh.device)
     own = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
-    batches = Loader(Synthetic(64, "whole"), dist.get_rank(), 2, 1, 2).step(0).batches  # type: ignore
-    found = []
+    batches = Loader(Synthetic(64, "whole"), dist.get_rank(), 2, 1, 3).step(0).batches  # type: ignore
+    found: dict[str, Any] = {"gradients": [], "sums": []}
+    for _ in range(2):  # nothing of a step is left for the next one
+        model.zero_grad()
+        for number, batch in enumerate(batches):
+            accumulate(model, number == len(batches) - 1)
+            (model(batch) / 100).backward()
+            grads = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]  # type: ignore
+            sums = [t.nbytes for one in fsdp._sums.values() for t in one.held.values()]
+            found["gradients"].append(sum(grads) / own)
+            found["sums"].append(sum(sums) / own)
+    found["mine"] = [p.grad.full_tensor().float() for p in model.parameters()]  # type: ignore
+    model.zero_grad()
     for number, batch in enumerate(batches):
-        accumulate(model, number == len(batches) - 1)
+        model.set_requires_gradient_sync(number == len(batches) - 1)  # type: ignore[operator]
         (model(batch) / 100).backward()
-        grads = [p.grad.to_local().numel() for p in model.parameters() if p.grad is not None]  # type: ignore
-        found.append(sum(grads) / own)
+    found["whole"] = [p.grad.full_tensor().float() for p in model.parameters()]  # type: ignore
+    fsdp._sums.clear()
     return found
 
 
-def both() -> list[list[float]]:
-    return [halfway("fp32"), halfway("bf16")]
+def every() -> list[dict[str, Any]]:
+    shards, replicas = (1, 2, 1, 1), (2, 1, 1, 1)
+    return [halfway("fp32", shards), halfway("bf16", shards), halfway("bf16", replicas)]
 
 
-def test_gradients_of_fp32_weights_are_shards_after_every_micro_batch():
-    for masters, narrow in on_forks(both, 2):
-        assert masters == [1.0, 1.0]
-        # Shards of bf16 weights would add up in bf16: the sum stays whole, in fp32, to the end.
-        assert narrow == [0.0, 1.0]
+def test_between_micro_batches_gradients_are_shards_that_add_up_in_fp32():
+    for masters, narrow, copies in on_forks(every, 2):
+        assert masters["gradients"] == [1.0] * 6 and masters["sums"] == [0.0] * 6
+        assert narrow["gradients"] == [1.0] * 6
+        # Padding of what two ranks share is a little more than its numbers.
+        assert narrow["sums"] == pytest.approx([4.0, 4.0, 0.0] * 2, rel=0.01)
+        # Over replicas FSDP holds that sum.
+        assert copies["gradients"] == [0.0, 0.0, 1.0] * 2 and copies["sums"] == [0.0] * 6
+        for found in (masters, narrow, copies):
+            for mine, whole in zip(found["mine"], found["whole"], strict=True):
+                # Rounded once, like a whole sum: another order of adding up changes few of them.
+                assert torch.allclose(
+                    mine, whole, rtol=2**-8, atol=1e-6 * float(whole.abs().max())
+                )
+                assert found is masters or (mine == whole).float().mean() > 0.97

@@ -119,6 +119,9 @@ def held(
         layers += count * (keys + twice)
         results += count * keys
         layer = max(layer, keys + twice)
+        if rounds and ranks.outer > 2:
+            # What several ranks found for the same keys is added up in fp32.
+            backward += 2 * tokens * own.wide_key
         # In forward neither the output's gradient is there nor those of the inputs.
         later = tokens * own.query + mine
         work = max(
@@ -167,8 +170,8 @@ def _layer(
 
 
 def _together(group: Sequence[Share]) -> list[Share]:
-    """For a kernel whose results cannot be merged: all queries wait for their keys
-    where no rank receives more than it owns, elsewhere those that need any."""
+    """For a kernel whose results cannot be merged: all queries wait for their keys where no rank
+    receives more than it owns, elsewhere those that need any."""
     if any(share.received > share.own for share in group):
         return list(group)
     return [

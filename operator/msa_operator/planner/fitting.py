@@ -247,6 +247,7 @@ class Fitting:
             mesh.data_shard * mesh.context, mesh.world_size > 1 or precision == "bf16",
             micro * -(-self.request.length // mesh.context),
             self._exchange(mesh, how, micro > 1).times(micro),
+            accumulates=self.sequences(mesh) // mesh.data_ranks > micro,
         )  # fmt: skip
         return Setting(memory, micro, how, rank, rank.total)
 

@@ -165,6 +165,8 @@ class Needs(NamedTuple):
     """Per parameter, in host memory."""
     gradients: float
     """Per parameter, included in ``states``."""
+    sums: float
+    """Per parameter, of gradients over micro-batches where weights are narrower than fp32."""
     gathered: float
     """When parameters are gathered."""
     reduced: float
@@ -187,8 +189,12 @@ class Needs(NamedTuple):
     fixed: float
     checkpointing: str
 
-    def rank(self, shards: int, wrapped: bool, tokens: int, exchange: Exchange) -> RankMemory:
-        """Of a rank with ``tokens`` tokens, whose states ``shards`` ranks share."""
+    def rank(
+        self, shards: int, wrapped: bool, tokens: int, exchange: Exchange,
+        accumulates: bool = False,
+    ) -> RankMemory:  # fmt: skip
+        """Of a rank with ``tokens`` tokens, whose states ``shards`` ranks share. One that
+        ``accumulates`` has gradients from the second micro-batch of a step on."""
         owned = self.parameters / shards
         moved = owned * self.moved_states
         # Eager updates hold two results as long as the weights beside what they read.
@@ -205,7 +211,7 @@ class Needs(NamedTuple):
             kept += exchange.results if self.checkpointing == "selective" else 0.0
         at_once = min(tokens, self.logit_tokens or tokens)
         return RankMemory(
-            states=owned * self.states,
+            states=owned * (self.states + (self.sums if accumulates else 0.0)),
             gathered=self.gathered if wrapped else 0.0,
             kept=kept,
             working=working,
@@ -214,7 +220,7 @@ class Needs(NamedTuple):
             fixed=self.fixed,
             host=moved + self.host * tokens,
             update=max(update, self.reduced) if wrapped else update,
-            gradients=owned * self.gradients,
+            gradients=0.0 if accumulates else owned * self.gradients,
             last=last,
         )
 
@@ -261,6 +267,7 @@ def needs(
         states=2 * weight + (0 if memory.offload_optimizer else moments),
         moved_states=moments if memory.offload_optimizer else 0.0,
         gradients=weight,
+        sums=4.0 if weight < 4 else 0.0,
         # Two layers and the ends; the head's gradient until that of the embedding is there too;
         # those of one layer before they are reduced, once more in the reduction's fp32.
         gathered=(2 * layer + ends + head) * width + layer * (width + 4),
@@ -290,6 +297,7 @@ def rank_memory(
     tokens: int,
     precision: str,
     exchange: Exchange = NONE,
+    accumulates: bool = False,
     cpu: bool = False,
 ) -> RankMemory:
     """Peak memory of one rank that holds ``tokens`` tokens of a micro-batch.
@@ -299,5 +307,5 @@ def rank_memory(
     wrapped = mesh.world_size > 1 or precision == "bf16"
     shards = mesh.data_shard * mesh.context
     return needs(shape, mesh.tensor, memory, precision, cpu=cpu).rank(
-        shards, wrapped, tokens, exchange
+        shards, wrapped, tokens, exchange, accumulates
     )

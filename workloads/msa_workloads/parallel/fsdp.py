@@ -7,6 +7,7 @@ of all ranks before backward, so that a sum is exact whatever each rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,12 +50,50 @@ def sum_gradients(modules: Iterable[nn.Module]) -> None:
 def accumulate(model: nn.Module, last: bool) -> None:
     """How the gradients of the next micro-batch are added up; ``last`` of its step.
 
-    Those of fp32 weights are reduced in every micro-batch, and each rank adds up its own shard: a
-    sum of whole gradients would be four bytes for every parameter of the model on every rank. Over
-    replicas they are reduced in the last one. bf16 weights, whose shards would add up in bf16,
-    keep the whole sum in fp32.
+    They are reduced in every micro-batch, and each rank adds up its own shard in fp32: a sum of
+    whole gradients would be four bytes for every parameter of the model on every rank. Over
+    replicas they are reduced in the last one.
     """
-    if isinstance(model, FSDPModule):
-        narrow = any(p.dtype.itemsize < 4 for p in model.parameters())
-        model.set_requires_gradient_sync(last or not narrow)
-        model.set_requires_all_reduce(last)
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_all_reduce(last)
+    if all(p.dtype.itemsize >= 4 for p in model.parameters()):
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if module not in _sums and not last:
+                _sums[module] = _Sum()
+                module.set_all_reduce_hook(_sums[module])
+            if module in _sums:
+                _sums[module].begin(last)
+
+
+class _Sum:
+    """The sum of one module's reduced gradients over a step, in fp32, where FSDP would round each
+    summand to the dtype of the weights: it is given zeros until the last, and then the sum."""
+
+    def __init__(self) -> None:
+        self.last = True
+        self.calls = 0
+        self.held: dict[int, torch.Tensor] = {}
+        """By call within a backward pass."""
+
+    def begin(self, last: bool) -> None:
+        self.last, self.calls = last, 0
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Change what has been reduced, before it is rounded. Of replicas nothing comes here
+        before the last micro-batch: FSDP adds that up itself, in the dtype of the reduction."""
+        number, self.calls = self.calls, self.calls + 1
+        if reduced.is_cuda:
+            # It was made on another stream than this one.
+            reduced.record_stream(torch.cuda.current_stream())
+        before = self.held.pop(number, None)
+        if before is not None:
+            reduced.add_(before)
+        if not self.last:
+            self.held[number] = reduced.clone() if before is None else before.copy_(reduced)
+            reduced.zero_()
+
+
+_sums: WeakKeyDictionary[nn.Module, _Sum] = WeakKeyDictionary()
