@@ -61,7 +61,8 @@ class SequenceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """``pattern`` is :meth:`msa_kernels.pattern.Pattern.to_dict`; ``dense_layers`` keep Dense."""
+    """``pattern`` is :meth:`msa_kernels.pattern.Pattern.to_dict`; ``dense_layers`` keep Dense;
+    ``backend``, one of :data:`msa_kernels.capabilities.NAMES`, computes all layers."""
 
     pattern: dict[str, Any]
     dense_layers: tuple[int, ...] = ()
