@@ -107,7 +107,7 @@ def test_peak_memory_of_measured_steps(
     if mesh.context > 1:
         heads = ((Window(4096), 8),)
         ranks = Ranks(length, mesh.context, ContextSpec(), "rotated", ((Window(4096), 32),))
-        exchange = held(ranks, [(heads, 4)], (32, 8), 128, 2)
+        exchange = held(ranks, ((heads, 4),), (32, 8), 128, 2)
         assert exchange.work > exchange.layer > 0
     rank = rank_memory(
         shape, mesh, memory, tokens=length // mesh.context, precision="bf16", exchange=exchange
@@ -153,7 +153,7 @@ def test_a_layer_that_receives_more_counts_as_much_as_if_all_did():
     ranks = Ranks(131_072, 4, ContextSpec(), "zigzag", (*dense, *window))
     few, most = (
         held(ranks, kinds, (32, 8), 128, 2)
-        for kinds in ([(dense, 1), (window, 31)], [(dense, 31), (window, 1)])
+        for kinds in (((dense, 1), (window, 31)), ((dense, 31), (window, 1)))
     )
     assert few.work == most.work and few.layer == most.layer
 
@@ -161,7 +161,7 @@ def test_a_layer_that_receives_more_counts_as_much_as_if_all_did():
 def test_backends_that_round_hold_less_of_what_travels():
     ranks = Ranks(131_072, 2, ContextSpec(), "zigzag", ((Dense(), 8),))
     wide, narrow = (
-        held(ranks, [(((Dense(), 8),), 4)], (32, 8), 128, 2, **kind)
+        held(ranks, ((((Dense(), 8),), 4),), (32, 8), 128, 2, **kind)
         for kind in ({}, {"merges": False, "rounds": True})
     )
     assert narrow.layer == wide.layer and narrow.work < wide.work

@@ -3,12 +3,14 @@ alive on real ranks."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -55,7 +57,7 @@ class Case:
         layout = price_layouts(weights, tokens, ranks // self.heads)[0].name
         spec = ContextSpec(method=self.method, heads=self.heads)
         more = planned.held(
-            planned.Ranks(tokens, ranks, spec, layout, weights), [(weights, 1)],
+            planned.Ranks(tokens, ranks, spec, layout, weights), ((weights, 1),),
             (QUERIES, KEYS), SIZE, self.dtype.itemsize, eager=True,
         )  # fmt: skip
         each = planned.token_bytes((QUERIES, KEYS), SIZE, self.dtype.itemsize)
@@ -135,25 +137,24 @@ class Watched(Alive):
         return run
 
 
-def settled(step: Callable[..., Any], *tensors: torch.Tensor, **keywords: Any) -> Any:
-    """A collective whose tensors its threads have let go when it is done."""
-    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-    before = [torch._C._storage_Use_Count(storage) for storage in storages]
-    work = step(*tensors, **keywords)
+def settled(step: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """A collective that is over when its threads have let go of the tensors, not before."""
+    tensors = [some for some in args if isinstance(some, torch.Tensor)]
+    before = [tensor._use_count() for tensor in tensors]
+    works = [step(*args, **keywords)]
+    del args
 
     def wait() -> None:
-        nonlocal work
-        if work is not None:
-            work.wait()
-        work, until = None, time.monotonic() + DEADLINE
-        while any(
-            torch._C._storage_Use_Count(s) > n for s, n in zip(storages, before, strict=True)
-        ):
-            assert time.monotonic() < until
+        while works:
+            if (work := works.pop()) is not None:
+                work.wait()
+            del work
+        until = time.monotonic() + DEADLINE
+        while any(t._use_count() > n for t, n in zip(tensors, before, strict=True)):
+            assert time.monotonic() < until, "a collective holds its tensors"
+        tensors.clear()
 
-    if work is not None:
-        return mock.Mock(wait=wait)
-    return wait()
+    return SimpleNamespace(wait=wait) if keywords.get("async_op") else wait()
 
 
 def counted(ranks: int) -> list[int]:
@@ -176,6 +177,8 @@ def _counted(case: Case, ranks: int) -> int:
             (TorchTiles, "forward"), (TorchTiles, "backward"), (ops, "row_delta")
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(where, name, alive.quiet(getattr(where, name))))
+        everyone = functools.partial(settled, dist.all_to_all_single)
+        stack.enter_context(mock.patch.object(dist, "all_to_all_single", everyone))
         stack.enter_context(alive)
         q, k, v = Layer.apply(torch.zeros(1, requires_grad=True), case.dtype)  # type: ignore
         out = context_attention(

@@ -10,7 +10,7 @@ ranks. Kernels are those that are always there, which return gradients of keys i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,7 +41,10 @@ class Exchange:
     there."""
 
     def times(self, sequences: int) -> Exchange:
-        return Exchange(*(sequences * getattr(self, f.name) for f in fields(self)))
+        return Exchange(
+            sequences * self.layers, sequences * self.results, sequences * self.layer,
+            sequences * self.work,
+        )  # fmt: skip
 
 
 NONE = Exchange()
@@ -86,8 +89,9 @@ def token_bytes(heads: tuple[int, int], size: int, width: int) -> Bytes:
     return Bytes(query * width, key * width, query * WIDE, key * WIDE)
 
 
+@lru_cache(maxsize=1024)
 def held(
-    ranks: Ranks, kinds: Sequence[tuple[Weights, int]], heads: tuple[int, int], size: int,
+    ranks: Ranks, kinds: tuple[tuple[Weights, int], ...], heads: tuple[int, int], size: int,
     width: int, *, eager: bool = False, merges: bool = True, rounds: bool = False,
     batched: bool = False,
 ) -> Exchange:  # fmt: skip
@@ -194,7 +198,8 @@ class Moments(NamedTuple):
 
 
 def _bytes(rows: Tokens, each: Bytes) -> float:
-    return sum(n * size for n, size in zip(rows, each, strict=True))
+    q, k, wide_q, wide_k = rows
+    return q * each[0] + k * each[1] + wide_q * each[2] + wide_k * each[3]
 
 
 def _most(moments: Sequence[Tokens], each: Bytes) -> float:

@@ -273,13 +273,13 @@ class Fitting:
         heads = Heads(shape.heads // mesh.tensor, max(1, shape.kv_heads // mesh.tensor))
         return choose(self._weights(), request.length, mesh.context, heads, self.width)
 
-    def _kinds(self) -> list[tuple[Weights, int]]:
+    def _kinds(self) -> tuple[tuple[Weights, int], ...]:
         """Kinds of layers: their key/value heads by pattern, and how many layers there are."""
         request, shape = self.request, self.request.shape
         sparse = Counter(request.pattern.for_group(head) for head in range(shape.kv_heads))
         dense = len(request.dense_layers)
         kinds = ((sparse, shape.layers - dense), (Counter({Dense(): shape.kv_heads}), dense))
-        return [(tuple(heads.items()), layers) for heads, layers in kinds if layers]
+        return tuple((tuple(heads.items()), layers) for heads, layers in kinds if layers)
 
     def _weights(self) -> Weights:
         """Key/value heads of all layers by pattern."""
