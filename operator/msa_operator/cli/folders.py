@@ -1,53 +1,64 @@
-"""Which folder a run gets: never one that holds another run's work."""
+"""Which folder a run gets: never one that holds another run's work, or that another works in."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from msa_workloads.runspec import RunSpec, RunSpecError
 
 from msa_operator.api import JobError, Problem
-from msa_operator.runs import same_run
+from msa_operator.cli.hold import LOCK, InUse, take
+from msa_operator.runs import same_run, step_tokens
 
-SPEC, SUMMARY = "runspec.json", "summary.json"
+SPEC, SUMMARY, METRICS = "runspec.json", "summary.json", "metrics.jsonl"
+
+ALONE = "one process at a time: wait until it ends, or stop it"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a run goes. ``finished`` when there is nothing left to do in it."""
+    """Where a run goes. ``finished`` when there is nothing left to do in it; ``hold`` keeps other
+    runs out until it is closed."""
 
     path: Path
     note: str = ""
     finished: bool = False
+    hold: TextIO | None = None
 
 
 def fresh(base: Path, *, explicit: bool, reserve: bool) -> Folder:
     """An empty folder: ``base``, or, unless it was asked for by name, ``base-2`` and so on.
 
-    With ``reserve`` the folder is made, so that two runs started together get different ones.
-    Raises :class:`JobError` when ``base`` was asked for and holds something.
+    With ``reserve`` the folder is made and held, so that two runs started together get different
+    ones. Raises :class:`JobError` when ``base`` was asked for and holds something.
     """
-    if explicit:
-        if not _empty(base):
-            what = "a run" if (base / SPEC).exists() else "files"
-            raise _flag(
-                f"{base} already holds {what}",
-                "an empty folder, or --resume to go on with its run",
-            )
-        return _made(base, "", reserve)
     number = 1
     while True:
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         note = f"{base} holds an earlier run; this one goes to {path}" if number > 1 else ""
-        if _empty(path):
-            try:
-                return _made(path, note, reserve)
-            except FileExistsError:
-                pass
+        try:
+            hold = _made(path) if reserve and _empty(path) else None
+        except InUse as who:
+            if explicit:
+                raise _flag(f"{path} is in use by {who}", ALONE) from None
+        else:
+            # Another run may have come and gone since it was looked at.
+            if _empty(path):
+                return Folder(path, note, hold=hold)
+            if hold is not None:
+                hold.close()
+            if explicit:
+                what = "a run" if (base / SPEC).exists() else "files"
+                raise _flag(
+                    f"{base} already holds {what}",
+                    "an empty folder, or --resume to go on with its run",
+                )
         number += 1
 
 
@@ -69,7 +80,7 @@ def resumed(
     runs = [path for path in runs if (path / SPEC).is_file()]
     if not runs and checkpoints is not None:
         folder = fresh(base, explicit=explicit, reserve=reserve)
-        return Folder(folder.path, f"no run in {base}; going on from {checkpoints}")
+        return replace(folder, note=f"no run in {base}; going on from {checkpoints}")
     if not runs:
         raise JobError([Problem(
             "", f"nothing to resume in {base}", "a folder with a run; leave --resume out to start",
@@ -82,13 +93,65 @@ def resumed(
         raise JobError([Problem("", f"{path / SPEC}: {error}", where="--resume")]) from None
     now = spec_for(path)
     if changed := same_run(before, now):
-        raise JobError([Problem(
-            "", f"the run in {path} has another {changed}",
-            "the job as it was, or a run of its own without --resume", where="--resume",
-        )])  # fmt: skip
+        raise JobError([_other(path, changed, before, now)])
     if (path / SUMMARY).is_file() and _steps(path) >= now.training.max_steps:
         return Folder(path, f"the run in {path} is complete; nothing to resume", finished=True)
-    return Folder(path, f"going on with {path}")
+    try:
+        hold = _made(path) if reserve else None
+    except InUse as who:
+        raise JobError([Problem(
+            "", f"the run in {path} is going on: {who}", ALONE, where="--resume",
+        )]) from None  # fmt: skip
+    return Folder(path, f"going on with {path}", hold=hold)
+
+
+def held_checkpoints(uri: str, output: Path) -> TextIO | None:
+    """Keep other runs out of a local ``uri`` that is not in ``output``, which is held already.
+
+    Raises :class:`JobError` while another run writes checkpoints there.
+    """
+    path = Path(uri.removeprefix("file://"))
+    if "://" in str(path) or path.is_relative_to(output.absolute()):
+        return None
+    field = "spec.checkpoint.uri"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return take(path)
+    except InUse as who:
+        raise JobError([Problem(field, f"{path} is in use by {who}", ALONE)]) from None
+    except OSError as error:
+        raise JobError([Problem(
+            field, f"{path} cannot be written: {error.strerror}", "a folder you can write to"
+        )]) from None  # fmt: skip
+
+
+def give_back(folder: Folder) -> None:
+    """Empty a folder in which nothing was trained, so that the next run of the job gets it."""
+    if _steps_begun(folder.path):
+        return
+    for name in ("logs", "ray-train", "checkpoints"):
+        shutil.rmtree(folder.path / name, ignore_errors=True)
+    for name in (METRICS, SPEC):
+        (folder.path / name).unlink(missing_ok=True)
+
+
+def _steps_begun(path: Path) -> bool:
+    metrics = path / METRICS
+    return any((path / "checkpoints").glob("step-*")) or (
+        metrics.is_file() and metrics.stat().st_size > 0
+    )
+
+
+def _other(path: Path, changed: str, before: RunSpec, now: RunSpec) -> Problem:
+    found, nearest = f"the run in {path} has another {changed}", ""
+    if changed == "tokens of a step":
+        tokens = step_tokens(before)
+        found += f": {tokens:,}, and this job {step_tokens(now):,}"
+        nearest = f"--set sequence.globalBatchTokens={tokens}"
+    return Problem(
+        "", found, "the job as it was, or a run of its own without --resume", nearest,
+        where="--resume",
+    )  # fmt: skip
 
 
 def _steps(path: Path) -> int:
@@ -112,20 +175,25 @@ def _numbered(base: Path) -> list[Path]:
 
 
 def _empty(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not path.exists():
+        return True
+    return path.is_dir() and all(entry.name == LOCK for entry in path.iterdir())
 
 
-def _made(path: Path, note: str, reserve: bool) -> Folder:
-    if reserve:
-        try:
-            path.mkdir(parents=True, exist_ok=path.is_dir())
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise _flag(
-                f"{path} cannot be made: {error.strerror}", "a folder you can write to"
-            ) from None
-    return Folder(path, note)
+def _made(path: Path) -> TextIO:
+    """Make and hold a folder. Raises :class:`InUse`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _flag(
+            f"{path} cannot be made: {error.strerror}", "a folder you can write to"
+        ) from None
+    try:
+        return take(path)
+    except OSError as error:
+        raise _flag(
+            f"{path} cannot be written: {error.strerror}", "a folder you can write to"
+        ) from None
 
 
 def _flag(found: str, allowed: str) -> JobError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,35 +65,38 @@ def run(
 
     Uses the Ray cluster of RAY_ADDRESS, which is set inside `ray job submit`; otherwise a Ray of
     its own on this machine. Results go to the output folder: runspec.json, metrics.jsonl,
-    checkpoints/, summary.json and report.html.
+    checkpoints/, summary.json and report.html. With --output json the summary is all that standard
+    output gets; plan and progress go to standard error.
 
     \b
       msa run manifests/samples/stdlib-4k.yaml
       msa run job.yaml --set training.maxSteps=20 --output-dir /tmp/try
       msa run job.yaml --resume
+      msa run job.yaml --output json | jq .held_out
       msa run job.yaml --dry-run --output json
       ray job submit --working-dir . -- msa run job.yaml
     """
-    with bad_input(output):
-        loaded = load(job, overrides)
-        try:
-            ready = _prepare(loaded.job, profiles)
-            folder = _folder(loaded.job, ready, output_dir, resume=resume, reserve=not dry_run)
-            if resume and isinstance(loaded.job.spec.attention.pattern, PerHead):
-                orders = _saved_orders(ready.spec_for(folder.path).checkpoint.uri)
-                ready = _prepare(loaded.job, profiles, orders) if orders is not None else ready
-        except JobError as error:
-            raise loaded.located(error) from None
-    spec = ready.spec_for(folder.path)
-    if dry_run:
-        _print_dry_run(loaded.job, ready, spec, output)
-        return
-    if folder.note:
-        click.echo(folder.note, err=True)
-    if folder.finished:
-        return
-    (folder.path / folders.SPEC).write_text(spec.to_json())
-    _launch(spec, resume, loaded.job, ready)
+    with ExitStack() as held:
+        with bad_input(output):
+            loaded = load(job, overrides)
+            try:
+                ready, folder = _reserved(
+                    loaded.job, profiles, output_dir, resume=resume, dry_run=dry_run, held=held
+                )
+            except JobError as error:
+                raise loaded.located(error) from None
+        spec = ready.spec_for(folder.path)
+        if dry_run:
+            _print_dry_run(loaded.job, ready, spec, output)
+            return
+        if folder.note:
+            click.echo(folder.note, err=True)
+        if folder.finished:
+            if output != "table":
+                emit(json.loads((folder.path / folders.SUMMARY).read_text()), output)
+            return
+        (folder.path / folders.SPEC).write_text(spec.to_json())
+        _launch(spec, resume, loaded.job, ready, folder, output)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,35 @@ class Ready:
     model: Model
     plan: Plan
     spec_for: Callable[[Path], RunSpec]
+
+
+def _reserved(
+    job: LongContextJob,
+    profiles: tuple[str, ...],
+    output_dir: Path | None,
+    *,
+    resume: bool,
+    dry_run: bool,
+    held: ExitStack,
+) -> tuple[Ready, folders.Folder]:
+    """The job, ready, and its folder, which no other run gets until ``held`` is left.
+
+    Raises :class:`JobError`.
+    """
+    ready = _prepare(job, profiles)
+    folder = _folder(job, ready, output_dir, resume=resume, reserve=not dry_run)
+    if folder.hold is not None:
+        held.enter_context(folder.hold)
+    uri = ready.spec_for(folder.path).checkpoint.uri
+    if resume and isinstance(job.spec.attention.pattern, PerHead):
+        orders = _saved_orders(uri)
+        ready = _prepare(job, profiles, orders) if orders is not None else ready
+    # On a Ray cluster the folders of a job are the cluster's.
+    if not dry_run and not os.environ.get("RAY_ADDRESS"):
+        hold = folders.held_checkpoints(uri, folder.path)
+        if hold is not None:
+            held.enter_context(hold)
+    return ready, folder
 
 
 def _saved_orders(uri: str) -> dict[int, Order] | None:
@@ -185,8 +219,6 @@ def _machines(
 
 
 def _print_dry_run(job: LongContextJob, ready: Ready, spec: RunSpec, output: str) -> None:
-    import json
-
     value: dict[str, Any] = json.loads(spec.to_json())
     if output != "table":
         emit(value, output)
@@ -200,10 +232,19 @@ def _print_dry_run(job: LongContextJob, ready: Ready, spec: RunSpec, output: str
     emit({name: part for name, part in value.items() if name != "plan"}, "yaml")
 
 
-def _launch(spec: RunSpec, resume: bool, job: LongContextJob, ready: Ready) -> None:
+def _launch(
+    spec: RunSpec,
+    resume: bool,
+    job: LongContextJob,
+    ready: Ready,
+    folder: folders.Folder,
+    output: str,
+) -> None:
     try:
         from msa_workloads import launch
     except ImportError as error:
+        if not resume:
+            folders.give_back(folder)
         _give_up(
             f"training needs packages that are not installed ({error.name}): "
             'pip install "flash-msa-operator[train]"',
@@ -213,18 +254,24 @@ def _launch(spec: RunSpec, resume: bool, job: LongContextJob, ready: Ready) -> N
 
     from msa_operator.cli.show import print_plan
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=output != "table")
     print_plan(console, job, ready.model, ready.plan)
     try:
-        launch.run_on_ray(spec, resume=resume, console=console)
+        summary = launch.run_on_ray(spec, resume=resume, console=console)
     except KeyboardInterrupt:
         _give_up(f"interrupted; msa run --resume goes on from {spec.checkpoint.uri}", INTERRUPTED)
     except (launch.UnsupportedError, launch.DataError, launch.CheckpointError) as error:
+        if not resume:
+            folders.give_back(folder)
+        if output == "json":
+            click.echo(JobError([Problem("", str(error))]).to_json())
         _give_up(str(error), BAD_INPUT)
     except Exception as error:
         if os.environ.get("MSA_DEBUG"):
             raise
         _give_up(f"{error}\nthe run failed; its files are in {spec.output}", FAILED)
+    if output != "table":
+        emit(summary, output)
 
 
 def _give_up(text: str, code: int) -> NoReturn:
