@@ -1,8 +1,8 @@
 """The longest sequence that a whole Llama-3-8B trains: one real optimizer step, loss finite.
 
-    PYTHONPATH=kernels:workloads python benchmarks/training/longest.py --out longest.jsonl
-    PYTHONPATH=kernels:workloads torchrun --nproc-per-node 2 benchmarks/training/longest.py \\
-        --tokens 2408448 --out longest.jsonl
+    export PYTHONPATH=kernels:workloads:operator
+    python benchmarks/training/longest.py --out longest.jsonl
+    torchrun --nproc-per-node 2 benchmarks/training/longest.py --tokens 2408448 --out longest.jsonl
 
     # without a GPU: the same code at a tiny size
     python benchmarks/training/longest.py --tiny --tokens 2048
@@ -31,11 +31,13 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from common import GIB, TINY, Rows, Shape, environment, over_ranks, resident_bytes
-from msa_kernels.pattern import Dense, Window
+from msa_kernels.pattern import Dense, Pattern, Window
+from msa_operator.planner.context import price_layouts
+from msa_operator.planner.exchange import Ranks, held
 from msa_workloads.loss import divisor
 from msa_workloads.optimizer import clip_gradients
 from msa_workloads.parallel.mesh import join_world
-from msa_workloads.runspec import MemorySpec
+from msa_workloads.runspec import ContextSpec, MemorySpec
 from ours import Ours
 
 
@@ -65,7 +67,25 @@ def backward_units(shape: Shape, memory: MemorySpec) -> list[float]:
     return found
 
 
-def estimate(shape: Shape, tokens: int, ranks: int, memory: MemorySpec) -> dict[str, float]:
+def exchanged(shape: Shape, tokens: int, ranks: int, pattern: Pattern) -> float:
+    """Bytes that attention over context ranks holds at its worst moment beyond what a layer's
+    backward holds in its MLP, which is more than that of attention on one rank by a layer's input
+    less its keys and values."""
+    if ranks == 1:
+        return 0.0
+    weights = ((pattern, shape.kv_heads),)
+    layout = price_layouts(weights, tokens, ranks)[0].name
+    found = held(
+        Ranks(tokens, ranks, ContextSpec(), layout, weights), ((weights, shape.layers),),
+        (shape.heads, shape.kv_heads), shape.head_dim, 2,
+    )  # fmt: skip
+    unit = tokens / ranks * shape.hidden * 2
+    return found.layer + max(0.0, found.work - (1 - 2 * shape.kv_heads / shape.heads) * unit)
+
+
+def estimate(
+    shape: Shape, tokens: int, ranks: int, memory: MemorySpec, pattern: Pattern
+) -> dict[str, float]:
     """GiB per GPU and on the host, term by term; layers' inputs are counted by
     :func:`backward_units`."""
     unit = tokens / ranks * shape.hidden * 2
@@ -78,6 +98,7 @@ def estimate(shape: Shape, tokens: int, ranks: int, memory: MemorySpec) -> dict[
         "mlp_tile": 3 * shape.inner * memory.mlp_chunk * 2 + 3 * shape.hidden * shape.inner * 4,
         "rotation": tokens / ranks * shape.head_dim * 4,
         "log_sum_exp": tokens / ranks * shape.heads * 4,
+        "exchange": exchanged(shape, tokens, ranks, pattern),
     }
     logits = memory.loss_chunk * shape.vocabulary * 2 + shape.head_weights * 4
     # As measured: the embeddings stay alive through forward, and one input on its way out.
@@ -107,14 +128,15 @@ def estimate(shape: Shape, tokens: int, ranks: int, memory: MemorySpec) -> dict[
 
 
 def choose(
-    shape: Shape, tokens: int, ranks: int, gpu: float, host: float, base: MemorySpec
-) -> MemorySpec:
+    shape: Shape, tokens: int, ranks: int, gpu: float, host: float, base: MemorySpec,
+    pattern: Pattern,
+) -> MemorySpec:  # fmt: skip
     """The fewest layers a checkpoint, and the most checkpoints on the device, that fit both."""
     for layers in range(1, shape.layers + 1):
         kept = math.ceil(shape.layers / layers)
         for on_device in range(min(kept, 8), -1, -1):
             memory = replace(base, checkpoint_layers=layers, checkpoints_on_device=on_device)
-            found = estimate(shape, tokens, ranks, memory)
+            found = estimate(shape, tokens, ranks, memory, pattern)
             if found["gpu_peak"] <= gpu and found["host"] <= host:
                 return memory
     raise ValueError(f"{tokens} tokens fit no plan within {gpu:.0f} GiB and host {host:.0f} GiB")
@@ -204,6 +226,7 @@ def train(
 ) -> None:  # fmt: skip
     began = time.time()
     narrow = "bf16" if cuda else "fp32"
+    pattern = Window(a.window) if a.window else Dense()
     base = MemorySpec(
         checkpointing="full", offload_checkpoints=True, offload_optimizer=True,
         optimizer_states=narrow, parameters=narrow, loss_chunk=a.loss_chunk,
@@ -215,8 +238,8 @@ def train(
             checkpoints_on_device=a.checkpoints_on_device or 0,
         )  # fmt: skip
     else:
-        memory = choose(shape, tokens, world.size, gpu_gib, a.host_gib, base)
-    expected = estimate(shape, tokens, world.size, memory)
+        memory = choose(shape, tokens, world.size, gpu_gib, a.host_gib, base, pattern)
+    expected = estimate(shape, tokens, world.size, memory, pattern)
     rows.add("plan", tokens=tokens, memory=asdict(memory), estimate=expected)
 
     def phase(name: str, **more: Any) -> None:
@@ -232,7 +255,7 @@ def train(
         torch.cuda.reset_peak_memory_stats()
     subject = Ours(
         shape, tokens, world, memory, backend=a.backend, keep_start=False,
-        rate=1e-4, pattern=Window(a.window) if a.window else Dense(),
+        rate=1e-4, pattern=pattern,
     )  # fmt: skip
     phase("built")
     activations = subject.model.activations
@@ -271,7 +294,7 @@ def train(
         peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
         used = subject.used()
         states = subject.optimizer
-        pairs = (Window(a.window) if a.window else Dense()).pairs(tokens)
+        pairs = pattern.pairs(tokens)
         flops = shape.model_flops(tokens, pairs)
         rows.add(
             "longest", tokens=tokens, gpus=world.size, window=a.window, layers=shape.layers,

@@ -23,6 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import GIB, RandomTokens, Shape
+from msa_kernels.pattern import from_dict
+from msa_operator.planner.context import price_layouts
+from msa_operator.planner.exchange import NONE, Exchange, Ranks, held
 from msa_operator.planner.memory import rank_memory
 from msa_operator.planner.modelspec import model_shape
 from msa_workloads.context.run import context_split
@@ -34,6 +37,7 @@ from msa_workloads.parallel.mesh import Mesh, build_mesh, check_supported, join_
 from msa_workloads.runspec import (
     AttentionSpec,
     CheckpointSpec,
+    ContextSpec,
     DataSpec,
     MemorySpec,
     MeshSpec,
@@ -110,6 +114,19 @@ def exact(world: Any) -> dict[str, float]:
     return errors
 
 
+def exchanged(spec: RunSpec, config: dict[str, Any]) -> Exchange:
+    """What the planner counts for attention over the context ranks of a run."""
+    if spec.mesh.context == 1:
+        return NONE
+    shape, length = model_shape(config), spec.sequence.length
+    weights = ((from_dict(spec.attention.pattern), shape.kv_heads),)
+    layout = price_layouts(weights, length, spec.mesh.context)[0].name
+    return held(
+        Ranks(length, spec.mesh.context, ContextSpec(), layout, weights),
+        ((weights, shape.layers),), (shape.heads, shape.kv_heads), shape.head_size, 2,
+    )  # fmt: skip
+
+
 def measure(
     mesh_spec: MeshSpec, name: str, layers: int, length: int, world: Any
 ) -> dict[str, Any]:
@@ -139,7 +156,7 @@ def measure(
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "expected_gib": rank_memory(
             model_shape(config), mesh_spec, spec.memory, tokens=length // mesh_spec.context,
-            precision="bf16",
+            precision="bf16", exchange=exchanged(spec, config),
         ).total / GIB,
         "seconds": time.perf_counter() - begun, "losses": losses,
     }  # fmt: skip
