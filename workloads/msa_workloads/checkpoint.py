@@ -35,6 +35,7 @@ from msa_workloads.model import LanguageModel
 from msa_workloads.parallel.collective import on_all_ranks, on_rank_zero
 from msa_workloads.permutation import key
 from msa_workloads.runspec import RunSpec
+from msa_workloads.space import checkpoint_errors
 from msa_workloads.storage import Store
 
 MARKER = "complete.json"
@@ -135,7 +136,8 @@ class Checkpointer:
         A folder on a machine's own disk would give each machine a part of every checkpoint.
         """
         name = on_rank_zero(lambda: f"{PROBE}/{uuid.uuid4().hex}")
-        on_rank_zero(lambda: self.store.write(name, b"shared?"))
+        with checkpoint_errors("checking checkpoint.uri", self.store.uri):
+            on_rank_zero(lambda: self.store.write(name, b"shared?"))
         try:
             seen = self.store.read(name) == b"shared?"
         except FileNotFoundError:
@@ -174,7 +176,11 @@ class Checkpointer:
     ) -> Marker:
         """Write and commit a checkpoint; on return it is durable on every rank's account."""
         folder = folder_name(step)
-        with deadline(self._timeout, f"saving {self.store.uri}/{folder}"):
+        doing = f"saving the checkpoint of step {step}"
+        with (
+            checkpoint_errors(doing, self.store.uri),
+            deadline(self._timeout, f"saving {self.store.uri}/{folder}"),
+        ):
             on_rank_zero(lambda: self.store.delete(folder, MARKER))
             states, optimizers = get_state_dict(model, optimizer)
             dcp.save(
@@ -218,7 +224,8 @@ class Checkpointer:
                 f"{self.store.uri}/{marker.folder} stores heads in another order than the model "
                 "does; build the model with the orders of the checkpoint's marker"
             )
-        with deadline(self._timeout, f"loading {self.store.uri}/{marker.folder}"):
+        doing = f"loading {self.store.uri}/{marker.folder}"
+        with checkpoint_errors(doing, self.store.uri), deadline(self._timeout, doing):
             states, optimizers = get_state_dict(model, optimizer)
             state = {"model": states, "optimizer": optimizers}
             dcp.load(state, storage_reader=self.store.reader(marker.folder))

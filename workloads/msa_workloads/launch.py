@@ -39,13 +39,14 @@ from msa_workloads.progress import MetricsFile, Silent, Sink, Tee
 from msa_workloads.report import write_report
 from msa_workloads.runspec import RunSpec
 from msa_workloads.sources import DataError, open_source
+from msa_workloads.space import StorageError
 from msa_workloads.storage import open_store
 from msa_workloads.train import DivergedError, run
 
 POLL_SECONDS = 0.3
 """How often the driver asks for news: smooth to watch, nothing in cost."""
 
-FINAL = (UnsupportedError, DataError, CheckpointError, DivergedError)
+FINAL = (UnsupportedError, DataError, CheckpointError, StorageError, DivergedError)
 """Errors that another attempt would only repeat; they end the run at once, without retries."""
 
 PEER_SECONDS = 10.0
@@ -75,7 +76,8 @@ def run_on_ray(
     whole checkpoint is refused, so that no run ever continues or overwrites another by accident.
 
     Raises :class:`UnsupportedError`, :class:`DataError` and :class:`CheckpointError` for what
-    cannot be run as asked, :class:`DivergedError`, and :class:`RunFailed` for all other failures.
+    cannot be run as asked, :class:`StorageError`, :class:`DivergedError`, and :class:`RunFailed`
+    for all other failures.
     """
     started = time.time()
     spec = _absolute(spec)

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from msa_kernels.backend import BackendError
 from rich.console import Console
+from rich.text import Text
 
 from msa_workloads.checkpoint import CheckpointError
 from msa_workloads.display import Display, print_summary
@@ -23,6 +24,7 @@ from msa_workloads.progress import MetricsFile, Silent, Sink, Tee
 from msa_workloads.report import write_report
 from msa_workloads.runspec import RunSpec, RunSpecError
 from msa_workloads.sources import DataError
+from msa_workloads.space import StorageError
 from msa_workloads.train import run
 
 BAD_INPUT = (UnsupportedError, DataError, CheckpointError, BackendError)
@@ -40,18 +42,30 @@ def main(arguments: list[str], folder: Path) -> int:
     chosen = parser.parse_args(arguments)
     faulthandler.enable()  # a crash in a library says where Python was; Ray's workers do so too
     rank = int(os.environ.get("RANK", "0"))
-    console = Console(stderr=False, quiet=rank != 0)
+    console = Console(quiet=rank != 0)
+
+    def refuse(error: object) -> None:
+        text = Text.assemble(("error: ", "red"), str(error))
+        Console(stderr=True, quiet=rank != 0).print(text, soft_wrap=True)
+
     try:
         spec = RunSpec.from_json((folder / chosen.spec).read_text())
     except (OSError, RunSpecError) as error:
-        console.print(f"[red]error:[/] {chosen.spec}: {error}", highlight=False)
+        refuse(f"{chosen.spec}: {error}")
         return 2
-    log_to_file(Path(spec.output), rank)
+    try:
+        log_to_file(Path(spec.output), rank)
+    except OSError as error:
+        refuse(f"{spec.output} cannot be written: {error.strerror}")
+        return 2
     try:
         outcome = _run(spec, rank, console)
     except BAD_INPUT as error:
-        console.print(f"[red]error:[/] {error}", highlight=False, markup=False)
+        refuse(error)
         return 2
+    except StorageError as error:
+        refuse(error)
+        return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
