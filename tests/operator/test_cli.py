@@ -266,6 +266,8 @@ def test_a_run_that_goes_on_is_planned_with_the_order_of_heads_that_it_has(here:
     saved.mkdir(parents=True)
     (folder / "runspec.json").write_text(began.stdout)
     assert "stored as" not in msa("run", path, "--resume", "--dry-run").stdout
+    none = msa("plan", path, "--resume")
+    assert none.exit_code == 2 and "no checkpoint in runs/small/checkpoints" in none.stderr
     marker = {
         "step": 2, "next_sample": 2, "identity": {}, "content_sha256": "", "ranks": 2, "files": {},
         "saved_at": 0.0, "head_orders": {"0": [0, 3, 1, 2, 4, 7, 5, 6]},
@@ -274,6 +276,11 @@ def test_a_run_that_goes_on_is_planned_with_the_order_of_heads_that_it_has(here:
     said = " ".join(msa("run", path, "--resume", "--dry-run").stdout.split())
     assert "stored as 0 3 1 2 4 7 5 6 of the model's" in said
     assert "the run keeps the order of its checkpoint" in said
+    said = " ".join(msa("plan", path, "--resume").stdout.split())
+    assert "stored as 0 3 1 2 4 7 5 6 of the model's" in said
+    assert "the run keeps the order of its checkpoint" in said
+    away = msa("plan", path, "--resume", "--set", "checkpoint.uri=s3://some/where")
+    assert away.exit_code == 2 and "are not read by msa plan" in away.stderr
 
 
 def test_resume_refuses_another_job(here: Path, launched: list[tuple[RunSpec, bool]]):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from msa_workloads.heads import Order
 from msa_workloads.runspec import RunSpec, RunSpecError
 
 from msa_operator.api import JobError, Problem
@@ -103,6 +104,24 @@ def resumed(
             "", f"the run in {path} is going on: {who}", ALONE, where="--resume",
         )]) from None  # fmt: skip
     return Folder(path, f"going on with {path}", hold=hold)
+
+
+def newest_checkpoints(base: Path) -> Path | None:
+    """Where the newest run of ``base``, ``base-2`` and so on keeps its checkpoints by default."""
+    runs = [path for path in _numbered(base) if (path / SPEC).is_file()]
+    return runs[-1] / "checkpoints" if runs else None
+
+
+def head_orders(checkpoints: Path) -> dict[int, Order] | None:
+    """The orders in which the newest checkpoint stores heads, by layer, where they are not the
+    model's; None where none can be read. All checkpoints of a run have the same ones."""
+    for path in sorted(checkpoints.glob("step-*/complete.json"), reverse=True):
+        try:
+            orders = json.loads(path.read_text()).get("head_orders", {})
+            return {int(layer): tuple(map(int, order)) for layer, order in orders.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return None
 
 
 def held_checkpoints(uri: str, output: Path) -> TextIO | None:

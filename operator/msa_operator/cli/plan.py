@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
+from msa_workloads.heads import Order
 
-from msa_operator.api import JobError
+from msa_operator.api import JobError, LongContextJob, Problem
+from msa_operator.cli import folders
 from msa_operator.cli.options import (
     Loaded,
     bad_input,
@@ -29,8 +32,14 @@ from msa_operator.runs import machines_of, plan_job
 @click.command(short_help="Show how a run would be split, and why.")
 @job_argument
 @profile_option
+@click.option(
+    "--resume", is_flag=True,
+    help="Plan how the newest run of this job goes on: from its checkpoint, if that is a folder.",
+)  # fmt: skip
 @output_option
-def plan(job: str, overrides: tuple[str, ...], profiles: tuple[str, ...], output: str) -> None:
+def plan(
+    job: str, overrides: tuple[str, ...], profiles: tuple[str, ...], resume: bool, output: str
+) -> None:
     """Plan JOB for the hardware that it names, starting nothing.
 
     CPU jobs are planned for this machine, GPU jobs for the machine types of
@@ -42,19 +51,21 @@ def plan(job: str, overrides: tuple[str, ...], profiles: tuple[str, ...], output
       msa plan job.yaml --set sequence.length=262144 --set hardware.accelerators.max=128
       msa plan job.yaml --output json | jq .degrees
       msa plan job.yaml --profile my-machine.yaml
+      msa plan job.yaml --resume --set parallelism.tensor=4
     """
     with bad_input(output):
         loaded = load(job, overrides)
         try:
             model = resolve(loaded.job.spec.model)
             machines = machines_of(loaded.job, load_profiles(profiles), this_machine)
-            chosen = plan_job(loaded.job, model, machines, EVERYTHING)
+            orders = _orders(loaded.job) if resume else None
+            chosen = plan_job(loaded.job, model, machines, EVERYTHING, orders=orders)
         except JobError as error:
             raise loaded.located(error) from None
         missing = THIS_VERSION.missing(
             chosen.mesh, chosen.memory, loaded.job.spec.attention.pattern
         )
-        today = _today(loaded, model, machines) if missing else chosen
+        today = _today(loaded, model, machines, orders) if missing else chosen
     if output != "table":
         result = to_dict(chosen) | {"notYetRunnable": list(missing)}
         result["runnableToday"] = None if today is None else to_dict(today)
@@ -71,9 +82,28 @@ def plan(job: str, overrides: tuple[str, ...], profiles: tuple[str, ...], output
         console.print(f"what they can run today: {text}", markup=False)
 
 
-def _today(loaded: Loaded, model: Model, machines: tuple[Machine, ...]) -> Plan | None:
+def _orders(job: LongContextJob) -> dict[int, Order]:
+    """In which order the run's checkpoint stores heads. Raises :class:`JobError` where no
+    checkpoint can be read from here."""
+    uri, base = job.spec.checkpoint.uri, Path("runs", job.metadata.name)
+    where = folders.newest_checkpoints(base) if uri is None else uri.removeprefix("file://")
+    if where is None:
+        found, allowed = f"found no run in {base}", "a folder with a run, or checkpoint.uri"
+    elif "://" in str(where):
+        found = f"checkpoints in {where} are not read by msa plan"
+        allowed = "a folder; msa run --resume --dry-run reads them, where the run would go on"
+    elif (orders := folders.head_orders(Path(where))) is not None:
+        return orders
+    else:
+        found, allowed = f"found no checkpoint in {where}", "a folder with one"
+    raise JobError([Problem("", found, allowed, where="--resume")])
+
+
+def _today(
+    loaded: Loaded, model: Model, machines: tuple[Machine, ...], orders: dict[int, Order] | None
+) -> Plan | None:
     try:
-        return plan_job(loaded.job, model, machines, THIS_VERSION)
+        return plan_job(loaded.job, model, machines, THIS_VERSION, orders=orders)
     except JobError:
         return None
 
