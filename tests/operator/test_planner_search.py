@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msa_kernels.pattern import BlockTopK, Dense, PerHead, SinkWindow, Window
+from msa_kernels.pattern import BlockTopK, Dense, Pattern, PerHead, SinkWindow, Window
 from msa_operator.planner import search
 from msa_operator.planner.degrees import (
     PlanError,
@@ -316,6 +316,22 @@ def test_a_plan_tells_the_order_of_heads_that_makes_tensor_ranks_even():
                for note in kept.notes)  # fmt: skip
     assert any("attend unevenly: the busiest 1.55 x" in note for note in plain.notes)
     assert not any("stored as" in note for note in plain.notes)
+
+
+def test_a_model_s_own_window_bounds_what_context_ranks_receive():
+    limited = replace(SHAPES["llama-3-8b"], sliding_window=4096)
+
+    def received(pattern: Pattern, shape: Any) -> float:
+        asked = request(pattern=pattern, shape=shape, context=4, least=8, most=8)
+        return plan(asked, EVERYTHING).context.layouts[0].received
+
+    own = received(Window(4096), SHAPES["llama-3-8b"])
+    assert received(Dense(), limited) == own == 4095
+    mixed = PerHead((Dense(), Window(1024)))
+    assert received(mixed, limited) == (4095 + 1023) / 2
+    # Keys that are selected at run time are bounded without it.
+    selected = BlockTopK(128, 16)
+    assert received(selected, limited) == received(selected, SHAPES["llama-3-8b"])
 
 
 @settings(deadline=None, max_examples=40)

@@ -157,7 +157,7 @@ class Fitting:
         if tensor * shares == 1 or not isinstance(request.pattern, PerHead):
             return 1.0
         if (tensor, shares) not in self._busiest:
-            pattern = self._per_head()
+            pattern = flops.within(request.shape, request.pattern)
             sparse = shape.layers - len(request.dense_layers)
             pairs = sparse * flops.head_pairs(pattern, request.length, shape.kv_heads)
             share = pairs / self.pairs if self.pairs else 0.0
@@ -173,16 +173,12 @@ class Fitting:
             return None, 1.0, 1.0
         shape, length = self.request.shape, self.request.length
         split = shape.heads, shape.kv_heads, tensor, shares
-        pattern = self._per_head()
+        pattern = flops.within(shape, self.request.pattern)
         order = self.request.order
         if not self.request.goes_on:
             order = stored_order(*split, pattern, length)
         here = busiest(*split, stored(pattern, order), length)
         return order, here, busiest(*split, pattern, length)
-
-    def _per_head(self) -> Pattern:
-        window = self.request.shape.sliding_window
-        return self.request.pattern if window is None else self.request.pattern.limited(window)
 
     def _timed(self, machine: Machine, mesh: MeshSpec, setting: Setting) -> Candidate:
         sequences = self.sequences(mesh)
@@ -275,10 +271,11 @@ class Fitting:
 
     def _kinds(self) -> tuple[tuple[Weights, int], ...]:
         """Kinds of layers: their key/value heads by pattern, and how many layers there are."""
-        request, shape = self.request, self.request.shape
-        sparse = Counter(request.pattern.for_group(head) for head in range(shape.kv_heads))
-        dense = len(request.dense_layers)
-        kinds = ((sparse, shape.layers - dense), (Counter({Dense(): shape.kv_heads}), dense))
+        shape = self.request.shape
+        pattern = flops.within(shape, self.request.pattern)
+        sparse = Counter(pattern.for_group(head) for head in range(shape.kv_heads))
+        whole, dense = flops.within(shape, Dense()), len(self.request.dense_layers)
+        kinds = ((sparse, shape.layers - dense), (Counter({whole: shape.kv_heads}), dense))
         return tuple((tuple(heads.items()), layers) for heads, layers in kinds if layers)
 
     def _weights(self) -> Weights:

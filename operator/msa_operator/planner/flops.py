@@ -18,6 +18,7 @@ from msa_kernels.pattern import (
 )
 
 from msa_operator.planner.modelspec import ModelShape
+from msa_operator.planner.runtime import is_learned
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,24 @@ def head_pairs(pattern: Pattern, length: int, kv_heads: int) -> float:
     return pattern.pairs(length)
 
 
+def within(shape: ModelShape, pattern: Pattern) -> Pattern:
+    """The pattern within the model's own window; without it where keys are selected at run time,
+    of which a bound is all that is counted."""
+    if shape.sliding_window is None or is_learned(pattern):
+        return pattern
+    return pattern.limited(shape.sliding_window)
+
+
 def layer_pairs(
     shape: ModelShape, pattern: Pattern, dense_layers: tuple[int, ...], length: int
 ) -> float:
     """Attended pairs of one sequence, summed over layers, for one query head of each."""
-    window = shape.sliding_window
-    limited = pattern if window is None else pattern.limited(window)
-    dense: Pattern = Dense() if window is None else Dense().limited(window)
-    sparse = head_pairs(limited, length, shape.kv_heads) if len(dense_layers) < shape.layers else 0
+    dense = within(shape, Dense())
+    sparse = (
+        head_pairs(within(shape, pattern), length, shape.kv_heads)
+        if len(dense_layers) < shape.layers
+        else 0
+    )
     full = head_pairs(dense, length, shape.kv_heads) if dense_layers else 0
     return (shape.layers - len(dense_layers)) * sparse + len(dense_layers) * full
 
