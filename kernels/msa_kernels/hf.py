@@ -26,9 +26,11 @@ from msa_kernels.attention import Packing, check_pattern, msa_attention
 from msa_kernels.backend import BackendError
 from msa_kernels.pattern import Dense, Pattern
 from msa_kernels.placement import remember
+from msa_kernels.saved import keep, kept
 
 NAME = "msa"
 """transformers takes every name that contains "flash" for its own FlashAttention."""
+DENSE = {True: Dense(), False: Dense(causal=False)}
 
 HARMLESS = frozenset({
     "position_ids", "cache_position", "use_cache", "output_hidden_states", "num_items_in_batch",
@@ -70,6 +72,9 @@ def set_patterns(
     A layer that was never given one computes what its model says, Dense. The model's own sliding
     window still holds: it is intersected with the pattern. Raises ValueError when the model was
     not built with ``attn_implementation="msa"`` or the number of patterns is not that of layers.
+
+    The model's config keeps the patterns, and that they need "msa", so that a model which is saved
+    is loaded with them; ``backend`` is a choice of this machine and is not kept.
     """
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if chosen != NAME:
@@ -85,6 +90,10 @@ def set_patterns(
         check_pattern(pattern)
         layer.msa_pattern = pattern  # type: ignore[assignment]
         layer.msa_backend = backend  # type: ignore[assignment]
+    keep(layers)
+    # Whoever loads the saved model without naming an implementation gets this one, or an error of
+    # transformers where it is not registered: any other would attend to everything.
+    model.config.attn_implementation = NAME  # type: ignore[union-attr]
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
@@ -120,7 +129,7 @@ def attention_forward(
             f"an attention mask {tuple(attention_mask.shape)} was given; masks are patterns here: "
             "pass no mask, and padding or packing as msa_document_ids"
         )
-    pattern: Pattern = getattr(module, "msa_pattern", None) or Dense(_causal(module, is_causal))
+    pattern = _pattern(module) or DENSE[_causal(module, is_causal)]
     if pattern.causal != _causal(module, is_causal):
         kind = "causal" if _causal(module, is_causal) else "bidirectional"
         raise BackendError(f"the layer is {kind} and its pattern is not: {pattern}")
@@ -209,6 +218,16 @@ def _refuse_unknown(kwargs: dict[str, Any]) -> None:
         raise BackendError(
             f"{what} is not implemented; nearest: attn_implementation='eager' or 'sdpa'"
         )
+
+
+def _pattern(module: nn.Module) -> Pattern | None:
+    """What the layer was given, here or before its model was saved."""
+    given: Pattern | None = getattr(module, "msa_pattern", None)
+    if given is None and (given := kept(module)) is not None and not torch.compiler.is_compiling():
+        module.msa_pattern = given  # type: ignore[assignment]
+        # transformers forgets it in reading a config, which may be saved again.
+        module.config.attn_implementation = NAME  # type: ignore[union-attr]
+    return given
 
 
 def _causal(module: nn.Module, is_causal: bool | None) -> bool:

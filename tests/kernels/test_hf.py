@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msa_kernels import backend, hf
 from msa_kernels.backend import BackendError
-from msa_kernels.pattern import Dense, Pattern, PerHead, SinkWindow, Window
+from msa_kernels.pattern import (
+    BlockList,
+    Dense,
+    Documents,
+    Pattern,
+    PerHead,
+    SinkWindow,
+    Window,
+)
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -213,3 +222,48 @@ def test_checkpointed_activations_give_the_same_gradients() -> None:
     saved.gradient_checkpointing_enable({"use_reentrant": False})
     for found, wanted in zip(run(saved)[1], run(plain)[1], strict=True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_saved_model_has_its_patterns_again(tmp_path: Path) -> None:
+    """Lost, they are Dense without a word: the weights load, and attend to everything."""
+    model = build(LlamaConfig(**SMALL))
+    patterns = [PerHead((Window(4), Dense())), BlockList(10, ((0,), (1,), (0, 2), (3,), (4,)))]
+    hf.set_patterns(model, patterns)
+    expected = run(model)[0]
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert model.config._attn_implementation == "msa"
+        torch.testing.assert_close(run(model)[0], expected, rtol=0, atol=0)
+    hf.set_patterns(model, Window(3))
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    run(model)
+    assert [layer.msa_pattern for layer in hf.attention_layers(model)] == [Window(3)] * 2
+
+
+def test_a_loaded_model_that_is_compiled_at_once_has_its_patterns(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, [Window(4), Window(9)])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    for layer in loaded.model.layers:
+        layer.compile(backend="aot_eager")
+    positions = torch.arange(LENGTH)[None]
+    found, wanted = (run(m, msa_positions=positions)[0] for m in (loaded, model))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_saved_model_without_a_name_for_its_patterns_is_refused(tmp_path: Path) -> None:
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, [Dense(), Window(9) & Documents((20, 30))])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(BackendError, match=r"none for layer 1.*set_patterns"):
+        run(loaded)
+    hf.set_patterns(loaded, Window(5))
+    more = copy.deepcopy(loaded.config)
+    more.num_hidden_layers = 3
+    with pytest.raises(BackendError, match=r"none for layer 2"):
+        run(build(more))
