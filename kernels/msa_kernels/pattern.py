@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from msa_kernels.rules import Part, Rule, any_allows, lower, union_pairs, union_row
+from msa_kernels.rules import FARTHEST, Part, Rule, any_allows, lower, union_pairs, union_row
 
 
 class PatternError(ValueError):
@@ -73,7 +73,8 @@ class Pattern:
         return all(rule.lo is not None and rule.lo >= 0 for rule in self.rules())
 
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether query ``i`` sees key ``j``; ints, NumPy arrays or torch tensors alike."""
+        """Whether query ``i`` sees key ``j``; ints, NumPy arrays or torch tensors alike, of a
+        dtype that holds the pattern's own numbers too."""
         return any_allows(self.rules(), i, j)
 
     def row(self, i: int, n: int) -> int:
@@ -81,7 +82,8 @@ class Pattern:
         return union_row(self.rules(), i, n)
 
     def parts(self) -> tuple[Part, ...]:
-        """Disjoint passes that together compute the pattern, dilated parts folded."""
+        """Disjoint passes that together compute the pattern, dilated parts folded, for positions
+        below :data:`msa_kernels.rules.FARTHEST`: no number in them is larger."""
         return _parts(self)
 
     def pairs(self, n: int) -> int:
@@ -145,7 +147,7 @@ def _pairs(pattern: Pattern, n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _parts(pattern: Pattern) -> tuple[Part, ...]:
-    return lower(pattern.rules())
+    return lower(rule.bounded(FARTHEST) for rule in pattern.rules())
 
 
 def _plain(value: Any) -> Any:

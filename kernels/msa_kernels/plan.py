@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from msa_kernels.blocks import Runs, TileLists, build
 from msa_kernels.capabilities import LIMITS, refuses
 from msa_kernels.pattern import Pattern
-from msa_kernels.rules import Part
+from msa_kernels.rules import FARTHEST, Part
 from msa_kernels.spans import Spans, serves
 from msa_kernels.walks import Walk
 
@@ -243,13 +243,14 @@ def plan(pattern: Pattern, queries: Runs, keys: Runs) -> tuple[PartPlan, ...]:
     :func:`packed` and :func:`varlen` make them for the usual cases; a rank of a context-parallel
     group gives the runs that it holds. Raises :class:`msa_kernels.pattern.PatternError` for
     patterns without fixed rules (BlockTopK, PerHead) and ValueError for a block list that ends
-    before a query.
+    before a query and for positions of :data:`msa_kernels.rules.FARTHEST` and more.
     """
     key = (pattern, queries.content, keys.content)
     with _lock:
         if key in _plans:
             _plans.move_to_end(key)
             return _plans[key]
+    _check_positions(queries, keys)
     _check_tables(pattern, queries)
     made = tuple(_part_plan(part, queries, keys) for part in pattern.parts())
     with _lock:
@@ -330,6 +331,16 @@ def varlen(
         document[has_k], int(k_bounds[-1]),
     )  # fmt: skip
     return queries, keys
+
+
+def _check_positions(*sides: Runs) -> None:
+    for runs in sides:
+        last = int((runs.position + runs.length).max(initial=0))
+        if last > FARTHEST or int(runs.position.min(initial=0)) <= -FARTHEST:
+            raise ValueError(
+                f"a document of {max(last, runs.rows)} tokens is longer than kernels count, "
+                f"{FARTHEST}; split it"
+            )
 
 
 def _check_tables(pattern: Pattern, queries: Runs) -> None:

@@ -11,12 +11,17 @@ and a FlexAttention mask alike.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
+
+FARTHEST = 1 << 30
+"""Positions of the rows of tensors are below it, and as many before 0 where queries outnumber
+keys: distances and products with one fit the 32 bits in which kernels compare them."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,42 @@ class Rule:
     def limited(self, window: int) -> Rule:
         """This rule within the last ``window`` tokens, the query's own included."""
         return replace(self, hi=window if self.hi is None else min(self.hi, window))
+
+    def bounded(self, end: int) -> Rule:
+        """What this rule says of queries and keys less than ``end`` apart and at positions below
+        it, without a number above ``end``: a window larger than any distance is no window."""
+        lo = None if self.lo is not None and self.lo <= -end else self.lo
+        hi = None if self.hi is not None and self.hi >= end else self.hi
+        if (lo is not None and lo >= end) or (hi is not None and hi <= -end):
+            return _NOTHING
+        rule = replace(self, lo=lo, hi=hi)
+        if self.step >= end:  # The only multiple of it that is a distance is 0.
+            rule = replace(rule, lo=max(0, lo or 0), hi=1 if hi is None else min(1, hi), step=1)
+        if self.sinks is not None and self.sinks >= end:
+            rule = replace(rule, sinks=None)
+        if self.block is not None and self.block > end:
+            rule = replace(rule, block=end)
+        if self.columns is not None and self.columns[0] > end:
+            first = self.columns[0] - self.columns[1]
+            if first >= end:
+                return _NOTHING
+            rule = replace(rule, columns=(end, end - first))
+        if self.table is not None:
+            rule = replace(rule, table=_table_below(*self.table, end))
+        return rule
+
+
+_NOTHING = Rule(lo=0, hi=0)
+
+
+def _table_below(
+    size: int, rows: tuple[tuple[int, ...], ...], end: int
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """A block list without the blocks that begin at ``end`` or after it."""
+    blocks = -(-end // size)
+    if len(rows) > blocks or any(row and row[-1] >= blocks for row in rows):
+        rows = tuple(row[: bisect.bisect_left(row, blocks)] for row in rows[:blocks])
+    return min(size, end), rows
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -211,6 +212,27 @@ def test_views_beyond_2_to_the_31_elements() -> None:
     far = msa_attention(*views, Window(9))
     near = msa_attention(*(v.clone() for v in views), Window(9))
     assert torch.equal(far, near)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1 << 31, 1 << 32, sys.maxsize, 1 << 70])
+@pytest.mark.parametrize("backend", ["torch", "flex"])
+def test_numbers_beyond_32_bits_mean_what_they_say(size: int, backend: str) -> None:
+    """No token of 40 is that far away: windows and blocks hold all, columns at the end none."""
+    q, k, v = (t.detach() for t in qkv(40, 40))
+    same: dict[Pattern, Pattern] = {
+        Window(size): Dense(), Window(size, causal=False): Dense(causal=False),
+        Block(size): Dense(), SinkWindow(5, size): Dense(), SinkWindow(size, 3): Dense(),
+        Dilated(2, size): Dilated(2), Dilated(size): Window(1), Dense().limited(size): Dense(),
+        BlockList(size, ((0,),)): Dense(), Columns(size, size): Dense(),
+        Columns(size, size - 7): BlockList(1, tuple(tuple(range(7, q + 1)) for q in range(40))),
+        Union((Window(3), Block(size))): Dense(), Union((Window(3), Columns(size, 1))): Window(3),
+        PerHead((Window(size), Window(3))): PerHead((Dense(), Window(3))),
+        BlockList(1, ((0,), (0, size), *[()] * 38), causal=False):
+            BlockList(1, ((0,), (0,), *[()] * 38)),
+    }  # fmt: skip
+    for pattern, wanted in same.items():
+        found = msa_attention(q, k, v, pattern, backend=backend)
+        torch.testing.assert_close(found, msa_attention(q, k, v, wanted, backend=backend))
 
 
 def test_twenty_runs_are_bit_identical() -> None:

@@ -27,6 +27,7 @@ from msa_kernels.pattern import (
     Window,
     from_dict,
 )
+from msa_kernels.rules import FARTHEST, Rule
 from msa_kernels.testing import patterns
 
 LENGTHS = st.integers(1, 300)
@@ -64,6 +65,45 @@ def test_parts_are_disjoint_and_cover_the_pattern(data: st.DataObject, n: int) -
         inside = part.allows(i // part.fold, j // part.fold)
         count += np.logical_and(np.broadcast_to(inside, (n, n)), same_residue)
     assert np.array_equal(count, np.broadcast_to(pattern.allows(i, j), (n, n)).astype(int))
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    """Rules with numbers up to several times a sequence of 6 tokens."""
+    optional = st.none() | st.integers(-20, 20)
+    number = st.integers(1, 20)
+    length = draw(number)
+    columns = length, draw(st.integers(1, length))
+    rows = draw(st.lists(st.sets(st.integers(0, 20)), max_size=8))
+    table = draw(number), tuple(tuple(sorted(row)) for row in rows)
+    return Rule(
+        draw(optional), draw(optional), draw(number), draw(st.none() | st.integers(0, 20)),
+        draw(st.none() | number), draw(st.sampled_from([None, columns])),
+        draw(st.sampled_from([None, table])),
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=500)
+@given(rules())
+def test_numbers_beyond_every_position_change_nothing(rule: Rule) -> None:
+    end = 6
+    bounded = rule.bounded(end)
+    for i in range(1 - end, end):
+        for j in range(min(end, i + end)):
+            assert bool(bounded.allows(i, j)) == bool(rule.allows(i, j)), (bounded, i, j)
+    values = [v for v in (bounded.lo, bounded.hi, bounded.step, bounded.sinks, bounded.block) if v]
+    assert all(abs(v) <= end for v in [*values, *(bounded.columns or ())])
+    size, rows = bounded.table or (1, ())
+    assert size <= end
+    assert all(k * size < end for row in rows for k in row)
+
+
+def test_parts_hold_no_number_larger_than_a_position() -> None:
+    assert Window(FARTHEST).parts() == Window(1 << 70).parts() == Dense().parts()
+    assert Dense().limited(1 << 32).parts() == Dense().parts()
+    assert Dilated(1 << 40).parts() == Window(1).parts()
+    assert Columns(1 << 40, 1).parts() == ()
+    assert Window(FARTHEST - 1).parts() != Dense().parts()
 
 
 @settings(deadline=None, max_examples=60)

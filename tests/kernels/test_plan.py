@@ -16,6 +16,7 @@ from msa_kernels.fused import row_delta
 from msa_kernels.pattern import Block, Columns, Dense, Dilated, Pattern, PerHead, Union, Window
 from msa_kernels.placement import Placement
 from msa_kernels.plan import PartPlan, packed, plan, varlen, whole
+from msa_kernels.rules import FARTHEST
 from msa_kernels.testing import patterns, placed, seen_pairs
 from msa_kernels.tiled import TorchTiles
 
@@ -191,3 +192,10 @@ def test_dq_is_rounded_once_whatever_dk_and_dv_are(pattern: Pattern) -> None:
     assert mixed[1].dtype == torch.float32
     assert torch.equal(mixed[1], wide[1])
     assert torch.equal(mixed[2], wide[2])
+
+
+@pytest.mark.parametrize("where", [whole(4, FARTHEST + 1), (Runs.whole(2, -FARTHEST),) * 2])
+def test_positions_that_kernels_cannot_count_are_refused(where: tuple[Runs, Runs]) -> None:
+    with pytest.raises(ValueError, match="longer than kernels count"):
+        plan(Window(3), *where)
+    assert plan(Window(3), *whole(4, FARTHEST))
