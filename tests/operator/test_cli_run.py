@@ -181,3 +181,24 @@ def test_a_folder_that_cannot_be_written_is_named(here: Path):
     (here / "file").write_text("")
     result = msa("run", path, "--output-dir", "file/run")
     assert result.exit_code == 2 and "file/run cannot be made: Not a directory" in result.stderr
+
+
+def test_narrow_terminals_get_reasons_too_and_dense_layers_are_shown(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    said = " ".join(
+        msa("plan", write(here, {"spec.attention.denseLayers": [2, 0]})).stdout.split()
+    )
+    assert "communication" in said and "Dense in layers 0, 2" in said
+
+
+@pytest.mark.parametrize("form", ["table", "json", "yaml"])
+def test_a_full_disk_behind_the_output_is_not_a_traceback(here: Path, form: str):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "msa_operator", "plan", str(write(here)), "-o", form],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from msa_workloads import control_worker
-from msa_workloads.cluster import OWNER, remove_abandoned
+from msa_workloads.cluster import OWNER, remove_abandoned, temporary_folder
 from msa_workloads.container_log import container_log
 from msa_workloads.control import SILENT_SECONDS, RankReport, RunState
 from msa_workloads.control_http import ControlServer, cluster_token
@@ -357,18 +358,37 @@ def test_the_cause_is_told_before_what_followed() -> None:
 
 LEAVES_A_FOLDER = """
 import sys, time
-from msa_workloads.cluster import _temporary_folder
-with _temporary_folder() as folder:
+from msa_workloads.cluster import temporary_folder
+with temporary_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
 
 
-def test_folders_of_killed_drivers_go_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_sockets_of_ray_fit_below_any_temporary_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Below the one that macOS gives a user by itself, Ray's do not."""
+    long = tmp_path / ("T" * 40)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with temporary_folder() as folder:
+        named = f"{folder}/session_2026-11-30_19-11-40_967293_4194304/sockets/plasma_store"
+        assert len(os.fsencode(named)) <= 103
+    assert f"{long} is too long" in caplog.text and not Path(folder).exists()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A temporary root that Ray's sockets fit below."""
+    with tempfile.TemporaryDirectory(prefix="msa-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_folders_of_killed_drivers_go_with_the_next(short_path: Path) -> None:
     import signal
 
+    tmp_path = short_path
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
 
     def start() -> subprocess.Popen[str]:

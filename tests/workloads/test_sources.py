@@ -50,11 +50,17 @@ def test_json_lines_are_documents_of_their_own(tmp_path: Path) -> None:
     index = build_index(source, ByteTokenizer(), "text")
     assert index.text_bytes.tolist() == [5, 7]
     assert index.tokens.tolist() == [7, 9]
-    with pytest.raises(DataError, match=r"x.jsonl:1: no text in field 'body'; it has \['text'\]"):
+    said = r"x.jsonl:1: no field 'body' \(data.textField\); it has text"
+    with pytest.raises(DataError, match=said):
         build_index(source, ByteTokenizer(), "body")
-    (tmp_path / "x.jsonl").write_text("{not json}")
-    with pytest.raises(DataError, match=r"x.jsonl:1: not JSON"):
-        build_index(source, ByteTokenizer(), "text")
+    for line, said in (
+        ("{not json}", "not JSON"),
+        ('["alpha"]', r"a mapping with field 'text' is needed, found \['alpha'\]"),
+        ('{"text": 3}', "field 'text' holds no text: 3"),
+    ):
+        (tmp_path / "x.jsonl").write_text('{"text": "alpha"}\n' + line)
+        with pytest.raises(DataError, match=f"x.jsonl:2: {said}"):
+            build_index(source, ByteTokenizer(), "text")
 
 
 @pytest.mark.parametrize(

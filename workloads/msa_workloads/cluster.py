@@ -46,6 +46,13 @@ LOG_ENVIRONMENT = {"RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
 
 PREFIX = "msa-ray-"
 
+ROOT_BYTES = 26
+"""Longest temporary root: Ray's sockets below it have 77 bytes more, and their paths at most 103
+on macOS, 107 on Linux."""
+
+SHORT_ROOT = Path("/tmp")
+"""Used where the system's is longer, as those of macOS and of batch systems are."""
+
 OWNER = "owner.lock"
 """Locked by the driver for as long as it lives, in its temporary folder."""
 
@@ -72,7 +79,7 @@ def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
         if os.environ.get("RAY_ADDRESS"):
             stack.enter_context(_environment({**TRAIN_ENVIRONMENT, **LOG_ENVIRONMENT}))
         else:
-            folder = Path(stack.enter_context(_temporary_folder()))
+            folder = Path(stack.enter_context(temporary_folder()))
             # A token of the user's own would win, so it goes.
             stack.enter_context(_environment(_local_environment(spec, folder), "RAY_AUTH_TOKEN"))
         # Imported only now: Ray reads its authentication mode from the environment on import.
@@ -161,16 +168,24 @@ def _environment(values: dict[str, str], *unset: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_folder() -> Iterator[str]:
+def temporary_folder() -> Iterator[str]:
     """A folder that goes with the body; those that killed drivers left behind go first."""
-    # Directly under the temporary root: Ray's sockets have paths of at most 107 bytes.
-    remove_abandoned(Path(tempfile.gettempdir()))
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    root = _temporary_root()
+    remove_abandoned(root)
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=root)
     try:
         with _owned(Path(folder)):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_root() -> Path:
+    root = Path(tempfile.gettempdir())
+    if len(os.fsencode(root)) <= ROOT_BYTES:
+        return root
+    log.warning("%s is too long for Ray's sockets; its files go to %s", root, SHORT_ROOT)
+    return SHORT_ROOT
 
 
 @contextlib.contextmanager

@@ -183,9 +183,15 @@ def _field(line: bytes, text_field: str, where: str) -> bytes:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        known = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{where}: no text in field {text_field!r}; it has {known}")
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where}: a mapping with field {text_field!r} is needed, found {record!r:.40}"
+        )
+    if text_field not in record:
+        known = ", ".join(sorted(record))
+        raise DataError(f"{where}: no field {text_field!r} (data.textField); it has {known}")
+    if not isinstance(record[text_field], str):
+        raise DataError(f"{where}: field {text_field!r} holds no text: {record[text_field]!r:.40}")
     return record[text_field].encode("utf-8", errors="surrogatepass")
 
 

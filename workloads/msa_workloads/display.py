@@ -144,12 +144,19 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *(("heads", heads_line(kind)) for kind in summary.get("heads", ())),
         *context_lines(summary.get("context")),
         ("speed", f"{speed['tokens_per_second']:,.0f} tokens/s on {summary['ranks']} ranks"),
-        ("time", f"{clock(summary['wall_seconds'])} in all, {clock(speed['seconds'])} in steps"),
+        ("time", _time(summary)),
         ("restarts", str(summary["restarts"])),
         ("checkpoint", f"step {summary['last_checkpoint_step']} in {summary['checkpoint_uri']}"),
         ("report", summary["files"]["report"]),
     ]
     return lines
+
+
+def _time(summary: dict[str, Any]) -> str:
+    wall, steps = clock(summary["wall_seconds"]), clock(summary["speed"]["seconds"])
+    if summary.get("resumed_from_step"):
+        return f"{wall} since it was resumed, {steps} in steps from the first one on"
+    return f"{wall} in all, {steps} in steps"
 
 
 def heads_line(kind: dict[str, Any]) -> str:

@@ -85,6 +85,7 @@ def run_on_ray(
     restored = _check_checkpoints(spec, resume, console)
     if watch:
         watch.state.restored(restored)
+    console.print(_starting(spec), highlight=False, markup=False, soft_wrap=True)
     # Once more with Ray, whose own handler prints a stack of its C++ side and aborts.
     with (
         _terminate_as_interrupt(),
@@ -278,6 +279,17 @@ def _logs(spec: RunSpec, cluster: Cluster) -> str:
     if cluster.local:
         return f"whole logs: {log_path(Path(spec.output), 0).parent}"
     return "whole logs: above, or the Ray dashboard"
+
+
+def _starting(spec: RunSpec) -> str:
+    """Said because nothing else is until the first step, which may be a minute."""
+    count = spec.mesh.world_size
+    workers = f"{count} worker" if count == 1 else f"{count} workers"
+    if address := os.environ.get("RAY_ADDRESS"):
+        return f"starting {workers} on the Ray cluster at {address}"
+    return (
+        f"starting a Ray of its own with {workers}; logs: {log_path(Path(spec.output), 0).parent}"
+    )
 
 
 def _absolute(spec: RunSpec) -> RunSpec:

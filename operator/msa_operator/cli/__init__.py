@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from importlib import metadata
 
 import click
@@ -72,9 +75,22 @@ for _command in (
 
 def main() -> None:
     """Entry point of the ``msa`` script."""
-    cli(prog_name="msa")
+    _run("msa")
 
 
 def plugin() -> None:
     """Entry point of the ``kubectl-msa`` script, by which ``kubectl msa`` works."""
-    cli(prog_name="kubectl msa")
+    _run("kubectl msa")
+
+
+def _run(name: str) -> None:
+    """The command; output that nobody takes any more is not a fault of it to be traced."""
+    try:
+        cli(prog_name=name)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # What Python still holds would fail once more as it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -45,6 +45,9 @@ def job_lines(job: LongContextJob, model: Model) -> list[tuple[str, str]]:
 def _attention(job: LongContextJob) -> str:
     asked = job.spec.attention
     text = pattern_text(asked.pattern.to_dict())
+    if asked.dense_layers:
+        layers = ", ".join(map(str, sorted(asked.dense_layers)))
+        text += f"; Dense in layers {layers}"
     return text if asked.backend == AUTO else f"{text}, backend {asked.backend}"
 
 
@@ -63,7 +66,8 @@ def print_plan(
     if plan.rejected:
         console.print(Text("not chosen", style="bold"))
         table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True)
+        # Both may wrap, or a narrow terminal would show no reasons.
+        table.add_column(overflow="fold")
         table.add_column(overflow="fold")
         for r in plan.rejected[:SHOWN]:
             table.add_row(Text(f"  {r.label}"), Text(r.reason))
