@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 from msa_kernels import backend as backends
 from msa_kernels.capabilities import LIMITS
@@ -73,6 +74,7 @@ def msa_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, found {type(tensor).__name__}")
+    check_reverse(q, k, v)
     q, k, v = (autocast(tensor) for tensor in (q, k, v))
     check_tensors(q, k, v)
     if isinstance(pattern, Documented):
@@ -122,6 +124,16 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
     if wide or not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
+
+
+def check_reverse(*tensors: torch.Tensor) -> None:
+    """Raises where a tensor carries a forward-mode tangent: operators drop it without a word."""
+    for tensor in tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise backends.BackendError(
+                "forward-mode derivatives (jvp, jacfwd, dual tensors) are not implemented; "
+                "nearest: reverse mode, as of torch.autograd.grad and backward()"
+            )
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

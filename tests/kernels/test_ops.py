@@ -7,6 +7,7 @@ import pytest
 import torch
 from msa_kernels import ops
 from msa_kernels.attention import msa_attention
+from msa_kernels.backend import BackendError
 from msa_kernels.encoding import decode
 from msa_kernels.module import MsaAttention
 from msa_kernels.pattern import BlockList, Dense, Dilated, Pattern, PerHead, SinkWindow, Window
@@ -14,6 +15,7 @@ from msa_kernels.placement import Placement
 from msa_kernels.testing import seen_pairs
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -155,3 +157,23 @@ def test_a_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "flex"])
+def test_forward_mode_derivatives_are_refused(backend: str) -> None:
+    """Operators have none, and PyTorch would take a tangent of 0 for it."""
+    q, k = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+
+    def attend(keys: torch.Tensor) -> torch.Tensor:
+        out = msa_attention(q, keys, k, Dense(), backend=backend)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with pytest.raises(BackendError, match=r"jvp.*nearest: reverse mode"):
+        torch.func.jvp(attend, (k,), (k,))
+    with pytest.raises(BackendError, match="jacfwd"):
+        torch.func.jacfwd(attend)(k)
+    with forward_ad.dual_level():
+        attend(k)
+        with pytest.raises(BackendError, match="dual tensors"):
+            attend(forward_ad.make_dual(k, k))
