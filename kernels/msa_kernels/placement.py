@@ -1,7 +1,9 @@
 """Placement: where the rows of one call sit, as given by its documents, bounds or alignment.
 
 Values are read from the device once per tensor and remembered while the tensor lives unchanged:
-all layers of a model that are given the same document ids share one read.
+all layers of a model that are given the same document ids share one read. A tensor on the CPU is
+compared with what it was, whoever wrote it; one elsewhere counts as changed when an in-place
+operation of PyTorch has written it in this process.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -51,8 +53,8 @@ class Placement:
             return runs, runs
         if self.q_bounds is not None and self.k_bounds is not None:
             q_bounds, k_bounds = self.q_bounds, self.k_bounds
-            queries = remember(q_bounds, "bounds", lambda: _host(q_bounds))
-            keys = remember(k_bounds, "bounds", lambda: _host(k_bounds))
+            queries = remember(q_bounds, "bounds", lambda: _host(q_bounds).copy())
+            keys = remember(k_bounds, "bounds", lambda: _host(k_bounds).copy())
             _check_bounds("cu_q", queries, q_rows)
             _check_bounds("cu_k", keys, k_rows)
             return varlen(queries, keys, self.align)
@@ -60,26 +62,44 @@ class Placement:
 
 
 def remember(tensor: torch.Tensor, name: str, make: Callable[[], T]) -> T:
-    """``make()``, once per tensor object and version; forgotten with the tensor."""
-    if tensor.is_inference():
-        return make()
+    """``make()``, once per tensor object and content; forgotten with the tensor."""
     key = (id(tensor), name)
     with _lock:
         kept = _kept.get(key)
-    if kept is not None and kept[0]() is tensor and kept[1] == tensor._version:
+    content = _content(tensor)
+    if kept is not None and kept[0]() is tensor and _equal(kept[1], content):
         return cast(T, kept[2])
+    if isinstance(content, np.ndarray):
+        content = content.copy()  # before it is read: what changes meanwhile is then noticed
     value = make()
+    if content is None:
+        return value
 
     def forget(_: object, kept: dict = _kept) -> None:  # as the process ends, names go first
         kept.pop(key, None)
 
     with _lock:
-        _kept[key] = (weakref.ref(tensor, forget), tensor._version, value)
+        _kept[key] = (weakref.ref(tensor, forget), content, value)
     return value
 
 
-_kept: dict[tuple[int, str], tuple[Callable[[], torch.Tensor | None], int, object]] = {}
+Content: TypeAlias = np.ndarray | int | None
+_kept: dict[tuple[int, str], tuple[Callable[[], torch.Tensor | None], Content, object]] = {}
 _lock = threading.Lock()
+
+
+def _content(tensor: torch.Tensor) -> Content:
+    """What tells that a tensor has changed: on the CPU its elements, elsewhere its version, where
+    it has one."""
+    if tensor.device.type == "cpu":
+        return _host(tensor)
+    return None if tensor.is_inference() else tensor._version
+
+
+def _equal(before: Content, now: Content) -> bool:
+    if isinstance(before, np.ndarray):  # several times as fast as torch.equal
+        return isinstance(now, np.ndarray) and np.array_equal(before, now)
+    return before is not None and before == now
 
 
 def _host(tensor: torch.Tensor) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -199,3 +200,45 @@ def test_positions_that_kernels_cannot_count_are_refused(where: tuple[Runs, Runs
     with pytest.raises(ValueError, match="longer than kernels count"):
         plan(Window(3), *where)
     assert plan(Window(3), *whole(4, FARTHEST))
+
+
+WRITERS = {
+    "numpy": lambda tensor, values: np.copyto(tensor.numpy(), values.numpy()),
+    "data": lambda tensor, values: tensor.data.copy_(values),
+    "storage": lambda tensor, values: (
+        torch.empty(0, dtype=tensor.dtype)
+        .set_(tensor.untyped_storage(), 0, tensor.shape)
+        .copy_(values)
+    ),
+    "replaced": lambda tensor, values: setattr(tensor, "data", values),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_documents_are_those_of_the_call_whoever_wrote_them(
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    """What fills a batch in place need not be PyTorch, nor this process."""
+    first = torch.tensor([[0, 0, 0, 1, 1, 2]]), torch.tensor([0, 4, 6])
+    other = torch.tensor([[0, 1, 1, 1, 1, 1]]), torch.tensor([0, 1, 6])
+    ids, bounds = (tensor.clone() for tensor in first)
+
+    def lengths() -> list[list[int]]:
+        both = Placement(ids).runs(6, 6), Placement(None, bounds, bounds).runs(6, 6)
+        return [runs[0].length.tolist() for runs in both]
+
+    assert lengths() == lengths() == [[3, 2, 1], [4, 2]]
+    before = ids._version
+    write(ids, other[0])
+    write(bounds, other[1])
+    assert lengths() == lengths() == [[1, 5], [1, 5]]
+    assert ids._version == before
+
+
+def test_documents_of_inference_mode_are_read_once() -> None:
+    with torch.inference_mode():
+        ids = torch.tensor([[0, 0, 1]])
+        first = Placement(ids).runs(3, 3)
+        assert Placement(ids).runs(3, 3)[0] is first[0]
+        ids.fill_(0)
+        assert Placement(ids).runs(3, 3)[0].length.tolist() == [3]
