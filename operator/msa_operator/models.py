@@ -13,6 +13,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from msa_operator.api.job import ModelSource
 from msa_operator.api.problems import JobError, Problem, closest
@@ -56,9 +57,8 @@ def resolve(model: ModelSource) -> Model:
         if field == "config":
             raise _problem(f"{at}.{error.field}", error.problem) from None
         raise _problem(at, f"{label} has {error}") from None
-    source = None if model.source is None else model.source.removeprefix("file://")
-    tokenizer = model.tokenizer or source or "bytes"
-    tokenizer = tokenizer.removeprefix("file://")
+    source = None if model.source is None else _plain(model.source)
+    tokenizer = _plain(model.tokenizer) if model.tokenizer else source or "bytes"
     if tokenizer == "bytes" and shape.vocabulary < BYTE_VOCABULARY:
         raise _problem(
             f"spec.model.{field}.vocab_size" if field == "config" else f"spec.model.{field}",
@@ -68,13 +68,19 @@ def resolve(model: ModelSource) -> Model:
     return Model(config, shape, source, tokenizer, label)
 
 
+def _plain(address: str) -> str:
+    """The path of a ``file://`` address, whose spaces are written ``%20``; others as they are."""
+    path = address.removeprefix("file://")
+    return path if path == address else unquote(path)
+
+
 def _problem(path: str, found: str, allowed: str = "", nearest: str = "") -> JobError:
     return JobError([Problem(path, found, allowed, nearest)])
 
 
 def _from_source(source: str) -> dict[str, Any]:
     if source.startswith("file://"):
-        path = Path(source.removeprefix("file://")) / "config.json"
+        path = Path(_plain(source)) / "config.json"
         try:
             return _parse(path.read_bytes(), source)
         except OSError as error:

@@ -107,7 +107,7 @@ def _checkpoint(uri: str, local: bool) -> Iterator[Problem]:
         except (BotoCoreError, ClientError) as error:
             yield Problem(field, f"{uri}: {_reason(error, bucket)}", "a bucket that exists")
     elif local:
-        path = Path(uri.removeprefix("file://"))
+        path = Path(unquote(uri.removeprefix("file://")))
         parent = next(p for p in (path, *path.parents) if p.exists())
         if not parent.is_dir():
             yield Problem(field, f"{parent} is a file", "a folder, or one that can be made")

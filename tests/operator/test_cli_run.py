@@ -202,3 +202,23 @@ def test_a_full_disk_behind_the_output_is_not_a_traceback(here: Path, form: str)
         )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_folders_with_spaces_are_written_as_in_addresses(here: Path, launched: Launched):
+    for name in ("my texts", "my model"):
+        (here / name).mkdir()
+    (here / "my texts" / "a b.txt").write_text("a text")
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (here / "my model" / "config.json").write_text(json.dumps(config))
+    path = write(here, {
+        "spec.data.source": f"file://{here}/my%20texts/*.txt",
+        "spec.model": {"source": f"file://{here}/my%20model"},
+        "spec.checkpoint.uri": f"file://{here}/my%20checkpoints",
+    })  # fmt: skip
+    result = msa("run", path)
+    assert result.exit_code == 0, result.stderr
+    assert launched[0][0].model.source == launched[0][0].model.tokenizer == f"{here}/my model"
+    assert (here / "my checkpoints" / ".lock").exists()

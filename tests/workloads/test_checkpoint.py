@@ -306,6 +306,7 @@ def test_of_two_writers_one_commits(kind: str, tmp_path: Path, request: Any) -> 
 
 def test_addresses_of_checkpoints(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}").uri == str(tmp_path)
+    assert open_store("file:///my%20disk/ckpt").uri == "/my disk/ckpt"
     assert open_store(str(tmp_path / "none")).folders() == []
     with pytest.raises(ValueError, match="allowed: a folder, file:// or s3://"):
         open_store("gs://bucket/x")

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
+from urllib.parse import unquote
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystemBase
@@ -72,7 +73,7 @@ def open_store(uri: str) -> Store:
     if not separator:
         return FolderStore(Path(uri))
     if scheme == "file":
-        return FolderStore(Path(rest))
+        return FolderStore(Path(unquote(rest)))
     if scheme == "s3":
         return S3Store(uri)
     raise ValueError(f"checkpoint.uri: found {uri!r}, allowed: a folder, file:// or s3://")

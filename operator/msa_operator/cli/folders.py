@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import unquote
 
 from msa_workloads.heads import Order
 from msa_workloads.runspec import RunSpec, RunSpecError
@@ -124,13 +125,21 @@ def head_orders(checkpoints: Path) -> dict[int, Order] | None:
     return None
 
 
+def local(uri: str) -> Path | None:
+    """The folder of a plain path or a ``file://`` address, in which spaces are ``%20``."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator:
+        return Path(uri)
+    return Path(unquote(rest)) if scheme == "file" else None
+
+
 def held_checkpoints(uri: str, output: Path) -> TextIO | None:
     """Keep other runs out of a local ``uri`` that is not in ``output``, which is held already.
 
     Raises :class:`JobError` while another run writes checkpoints there.
     """
-    path = Path(uri.removeprefix("file://"))
-    if "://" in str(path) or path.is_relative_to(output.absolute()):
+    path = local(uri)
+    if path is None or path.is_relative_to(output.absolute()):
         return None
     field = "spec.checkpoint.uri"
     try:

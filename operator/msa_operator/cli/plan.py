@@ -86,11 +86,11 @@ def _orders(job: LongContextJob) -> dict[int, Order]:
     """In which order the run's checkpoint stores heads. Raises :class:`JobError` where no
     checkpoint can be read from here."""
     uri, base = job.spec.checkpoint.uri, Path("runs", job.metadata.name)
-    where = folders.newest_checkpoints(base) if uri is None else uri.removeprefix("file://")
-    if where is None:
+    where = folders.newest_checkpoints(base) if uri is None else folders.local(uri)
+    if uri is None and where is None:
         found, allowed = f"found no run in {base}", "a folder with a run, or checkpoint.uri"
-    elif "://" in str(where):
-        found = f"checkpoints in {where} are not read by msa plan"
+    elif where is None:
+        found = f"checkpoints in {uri} are not read by msa plan"
         allowed = "a folder; msa run --resume --dry-run reads them, where the run would go on"
     elif (orders := folders.head_orders(Path(where))) is not None:
         return orders
