@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from msa_kernels.rules import FARTHEST, Part, Rule, any_allows, lower, union_pairs, union_row
@@ -38,6 +38,29 @@ def _at_least(name: str, value: object, least: int) -> None:
         raise PatternError(name, f"must be an integer, found {value!r}")
     if value < least:
         raise PatternError(name, f"must be at least {least}, found {value}")
+
+
+def _true_or_false(name: str, value: object) -> None:
+    # 0 and False are equal and of one hash: one would stand for the other in every cache.
+    if not isinstance(value, bool):
+        raise PatternError(name, f"must be true or false, found {value!r}")
+
+
+def _members(given: object) -> tuple[Pattern, ...]:
+    """``members`` as a tuple; raises unless they are patterns, one at least."""
+    if isinstance(given, Pattern) or not isinstance(given, Iterable):
+        raise PatternError("members", f"must be a list of patterns, found {given!r}")
+    members = tuple(given)
+    if not members:
+        raise PatternError("members", "must name at least one pattern")
+    for at, member in enumerate(members):
+        _a_pattern(f"members[{at}]", member)
+    return members
+
+
+def _a_pattern(name: str, value: object) -> None:
+    if not isinstance(value, Pattern):
+        raise PatternError(name, f"must be a pattern, found {value!r}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +114,8 @@ class Pattern:
         return _pairs(self, n)
 
     def density(self, n: int) -> float:
-        """Attended pairs over those of dense causal attention."""
+        """Attended pairs over those of dense causal attention of ``n`` tokens, one at least."""
+        _at_least("n", n, 1)
         return self.pairs(n) / (n * (n + 1) // 2)
 
     def for_group(self, group: int) -> Pattern:
@@ -165,6 +189,9 @@ class Dense(Pattern):
     kind: ClassVar[str] = "Dense"
     causal: bool = True  # type: ignore[assignment]  # a field where others derive it
 
+    def _validate(self) -> None:
+        _true_or_false("causal", self.causal)
+
     def rules(self) -> tuple[Rule, ...]:
         return (Rule(lo=0 if self.causal else None),)
 
@@ -182,6 +209,7 @@ class Window(Pattern):
 
     def _validate(self) -> None:
         _at_least("window", self.window, 1)
+        _true_or_false("causal", self.causal)
 
     def rules(self) -> tuple[Rule, ...]:
         return (Rule(lo=0 if self.causal else 1 - self.window, hi=self.window),)
@@ -275,7 +303,15 @@ class BlockList(Pattern):
 
     def _validate(self) -> None:
         _at_least("block", self.block, 1)
-        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        _true_or_false("causal", self.causal)
+        if not isinstance(self.rows, Iterable):
+            raise PatternError("rows", f"must be lists of block numbers, found {self.rows!r}")
+        rows = []
+        for q, row in enumerate(self.rows):
+            if not isinstance(row, Iterable):
+                raise PatternError(f"rows[{q}]", f"must be a list of block numbers, found {row!r}")
+            rows.append(tuple(row))
+        object.__setattr__(self, "rows", tuple(rows))
         for q, row in enumerate(self.rows):
             for at, k in enumerate(row):
                 _at_least(f"rows[{q}][{at}]", k, 0)
@@ -350,9 +386,7 @@ class Union(Pattern):
     members: tuple[Pattern, ...]
 
     def _validate(self) -> None:
-        object.__setattr__(self, "members", tuple(self.members))
-        if not self.members:
-            raise PatternError("members", "must name at least one pattern")
+        object.__setattr__(self, "members", _members(self.members))
         for at, member in enumerate(self.members):
             if isinstance(member, PerHead | Documented | BlockTopK):
                 raise PatternError(
@@ -376,9 +410,7 @@ class PerHead(Pattern):
     members: tuple[Pattern, ...]
 
     def _validate(self) -> None:
-        object.__setattr__(self, "members", tuple(self.members))
-        if not self.members:
-            raise PatternError("members", "must name at least one pattern")
+        object.__setattr__(self, "members", _members(self.members))
         for at, member in enumerate(self.members):
             if isinstance(member, PerHead | Documented):
                 raise PatternError(f"members[{at}]", f"a {member.kind} cannot be inside PerHead")
@@ -411,6 +443,14 @@ class Limited(Pattern):
     pattern: Pattern
     window: int
 
+    def _validate(self) -> None:
+        _a_pattern("pattern", self.pattern)
+        if isinstance(self.pattern, PerHead | Documented):
+            raise PatternError(
+                "pattern", f"a {self.pattern.kind} cannot be inside Limited; limit what is in it"
+            )
+        _at_least("window", self.window, 1)
+
     def rules(self) -> tuple[Rule, ...]:
         rules = (rule.limited(self.window) for rule in self.pattern.rules())
         return tuple(rule for rule in rules if not rule.empty)
@@ -422,20 +462,26 @@ class Documents:
 
     lengths: tuple[int, ...]
 
+    if TYPE_CHECKING:
+
+        @property
+        def bounds(self) -> tuple[int, ...]:
+            """``0``, then the end of each document."""
+            raise NotImplementedError
+
     def __post_init__(self) -> None:
+        if not isinstance(self.lengths, Iterable):
+            raise PatternError("lengths", f"must be a list of lengths, found {self.lengths!r}")
         object.__setattr__(self, "lengths", tuple(self.lengths))
         for at, length in enumerate(self.lengths):
             _at_least(f"lengths[{at}]", length, 1)
+        # Not a cached property: torch.compile cannot trace the lock of one.
+        object.__setattr__(self, "bounds", (0, *itertools.accumulate(self.lengths)))
 
     @classmethod
     def from_ids(cls, ids: Sequence[int]) -> Documents:
         """From one id per token; a change of id starts a new document."""
         return cls(tuple(len(list(run)) for _, run in itertools.groupby(ids)))
-
-    @cached_property
-    def bounds(self) -> tuple[int, ...]:
-        """``0``, then the end of each document."""
-        return (0, *itertools.accumulate(self.lengths))
 
     @property
     def total(self) -> int:
@@ -458,6 +504,7 @@ class Documented(Pattern):
     documents: Documents
 
     def _validate(self) -> None:
+        _a_pattern("pattern", self.pattern)
         if isinstance(self.pattern, Documented):
             raise PatternError("pattern", "documents are given already")
 
@@ -485,6 +532,9 @@ class Documented(Pattern):
 
     def for_group(self, group: int) -> Documented:
         return Documented(self.pattern.for_group(group), self.documents)
+
+    def limited(self, window: int) -> Documented:
+        return Documented(self.pattern.limited(window), self.documents)
 
     def to_dict(self) -> dict[str, Any]:
         raise PatternError("", "documents belong to a batch, not to a pattern's description")
@@ -570,8 +620,6 @@ def _read(key: str, value: Any, path: str) -> Any:
         if not isinstance(value, Sequence) or not all(isinstance(r, Sequence) for r in value):
             raise PatternError(path, f"must be a list of lists of block numbers, found {value!r}")
         return tuple(tuple(row) for row in value)
-    if key == "causal" and not isinstance(value, bool):
-        raise PatternError(path, f"must be true or false, found {value!r}")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from msa_kernels.pattern import (
     Columns,
     Dense,
     Dilated,
+    Documented,
     Documents,
     Fixed,
+    Limited,
     Pattern,
     PatternError,
     PerHead,
@@ -171,6 +174,40 @@ def test_a_bad_description_names_the_field(raw: object, path: str, says: str) ->
     with pytest.raises(PatternError, match=says) as found:
         from_dict(raw)
     assert found.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("build", "path", "says"),
+    [
+        (lambda: Dense(causal=0), "causal", "true or false, found 0"),  # type: ignore[arg-type]
+        (lambda: Window(3, causal=np.True_), "causal", "true or false"),  # type: ignore[arg-type]
+        (lambda: BlockList(4, ((0,),), causal=1), "causal", "found 1"),  # type: ignore[arg-type]
+        (lambda: BlockList(4, (1, 2)), "rows[0]", "a list of block numbers, found 1"),
+        (lambda: BlockList(4, 3), "rows", "lists of block numbers, found 3"),
+        (lambda: Union((Dense(), 3)), "members[1]", "must be a pattern, found 3"),
+        (lambda: Union(()), "members", "at least one"),
+        (lambda: PerHead((None,)), "members[0]", "must be a pattern, found None"),
+        (lambda: PerHead(Dense()), "members", "must be a list of patterns, found Dense"),
+        (lambda: Limited(3, 4), "pattern", "must be a pattern, found 3"),
+        (lambda: Limited(Dense(), "abc"), "window", "must be an integer, found 'abc'"),
+        (lambda: Limited(Dense(), -1), "window", "at least 1, found -1"),
+        (lambda: Limited(Strided(4), 3), "pattern", "a PerHead cannot be inside Limited"),
+        (lambda: Limited(Dense() & Documents((3,)), 2), "pattern", "a Documented cannot"),
+        (lambda: Documented(Strided, Documents((3,))), "pattern", "must be a pattern"),
+        (lambda: Documents(3), "lengths", "must be a list of lengths, found 3"),
+        (lambda: Window(4).density(0), "n", "at least 1, found 0"),
+    ],
+)
+def test_what_is_no_pattern_is_refused_as_it_is_made(build: Any, path: str, says: str) -> None:
+    with pytest.raises(PatternError, match=says) as refused:
+        build()
+    assert refused.value.path == path
+    assert isinstance(Dense(causal=False).causal, bool)  # caches keep no look-alike
+
+
+def test_documents_and_heads_are_limited_inside() -> None:
+    assert (Dense() & Documents((3, 4))).limited(2) == Dense().limited(2) & Documents((3, 4))
+    assert Strided(4).limited(2).for_group(1) == Dilated(4).limited(2)
 
 
 def test_a_selected_pattern_has_bounds_and_no_rules() -> None:
