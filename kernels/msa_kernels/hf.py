@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from msa_kernels.attention import Packing, check_pattern, msa_attention
 from msa_kernels.backend import BackendError
-from msa_kernels.pattern import Dense, Pattern
+from msa_kernels.pattern import Dense, Pattern, PerHead
 from msa_kernels.placement import remember
+from msa_kernels.rules import Rule
 from msa_kernels.saved import keep, kept
 
 NAME = "msa"
@@ -51,9 +53,12 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class SlidingMask:
-    """What the mask interface hands to the layers of a sliding-window mask instead of a tensor."""
+    """What the mask interface hands to layers instead of a tensor, where there is something to
+    say."""
 
-    window: int
+    window: int | None
+    first: int = 0
+    """The token of the first key: a sliding cache has let go of those before it."""
 
 
 def register() -> None:
@@ -136,12 +141,22 @@ def attention_forward(
     windows = [w for w in (sliding_window, getattr(attention_mask, "window", None)) if w]
     if windows:
         pattern = pattern.limited(min(windows))
+    first: int = getattr(attention_mask, "first", 0)
+    if first and not windows:
+        raise BackendError(
+            f"the first {first} keys are not in the cache, and the layer has no window that they "
+            "lie outside of; use past_key_values=DynamicCache()"
+        )
+    if first and not _by_distance(pattern):
+        # No query sees what a sliding cache has let go of, whatever stands there.
+        key, value = (functional.pad(rows, (0, 0, first, 0)) for rows in (key, value))
+        first = 0
     rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     backend = getattr(module, "msa_backend", "auto")
     if (attend := kwargs.get("msa_attend")) is not None:
         return attend(*rows, pattern, scale=scaling, backend=backend), None
     out = msa_attention(
-        *rows, pattern, scale=scaling, documents=_documents(query, key, kwargs),
+        *rows, pattern, scale=scaling, documents=_documents(query, key, first, kwargs),
         align="bottom-right", backend=backend,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
@@ -171,15 +186,18 @@ def attention_mask(
         )
     if use_vmap:
         raise BackendError("the model adds a mask function of its own, which is not implemented")
-    if kv_offset or kv_length != q_offset + q_length:
-        raise BackendError(
-            f"a cache whose keys are not tokens 0 to {int(q_offset) + q_length - 1} (a static or "
-            f"sliding cache: {kv_length} keys from {kv_offset}) is not implemented; use a plain "
-            "DynamicCache, or use_cache=False in training"
-        )
     windows: set[int] = set()
     _read_mask(mask_function, windows)
-    return SlidingMask(min(windows)) if windows else None
+    if kv_offset + kv_length != q_offset + q_length:
+        raise BackendError(
+            f"a cache whose last key is not the last token (a static one: keys {int(kv_offset)} "
+            f"to {int(kv_offset) + kv_length - 1} for tokens up to {int(q_offset) + q_length - 1})"
+            " is not implemented; use transformers' default, or past_key_values=DynamicCache(), and "
+            "use_cache=False in training"
+        )
+    # transformers also asks for masks that no layer of the model uses: those that cannot be are
+    # refused where one does.
+    return SlidingMask(min(windows, default=None), kv_offset) if windows or kv_offset else None
 
 
 def _read_mask(function: Callable[..., Any] | None, windows: set[int]) -> None:
@@ -234,7 +252,19 @@ def _causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
-def _documents(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> Packing | None:
+def _by_distance(pattern: Pattern) -> bool:
+    """Whether it asks only how far apart a query and a key are, not where."""
+    members = pattern.members if isinstance(pattern, PerHead) else (pattern,)
+    return all(
+        rule == Rule(lo=rule.lo, hi=rule.hi, step=rule.step)
+        for member in members
+        for rule in member.rules()
+    )
+
+
+def _documents(
+    query: torch.Tensor, key: torch.Tensor, first: int, kwargs: dict[str, Any]
+) -> Packing | None:
     ids = kwargs.get("msa_document_ids")
     if ids is not None:
         return ids
@@ -245,7 +275,7 @@ def _documents(query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -
     permuted = kwargs.get("msa_positions") is not None
     if positions is None or permuted:
         return None
-    cached = key.shape[2] - query.shape[2]
+    cached = first + key.shape[2] - query.shape[2]
     if cached:
         remember(positions, f"after {cached}", lambda: _goes_on(positions, cached))
         return None

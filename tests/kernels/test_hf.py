@@ -11,8 +11,11 @@ import torch
 from msa_kernels import backend, hf
 from msa_kernels.backend import BackendError
 from msa_kernels.pattern import (
+    Block,
     BlockList,
+    Columns,
     Dense,
+    Dilated,
     Documents,
     Pattern,
     PerHead,
@@ -22,6 +25,7 @@ from msa_kernels.pattern import (
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -148,6 +152,54 @@ def test_generation_with_a_cache_equals_eager() -> None:
     found = build(LlamaConfig(**SMALL)).generate(ids, max_new_tokens=6, do_sample=False)
     wanted = build(LlamaConfig(**SMALL), "eager").generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(found, wanted)
+
+
+# Weights as they are drawn otherwise give the same token whatever is attended to.
+LARGE: dict[str, Any] = {**SMALL, "initializer_range": 0.5}
+SLIDING = [
+    MistralConfig(**LARGE, sliding_window=7),
+    Qwen3Config(**LARGE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    Gemma3TextConfig(**LARGE, sliding_window=8),
+]
+
+
+@pytest.mark.parametrize("config", SLIDING, ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}, {"num_beams": 2}], ids=str)
+def test_generation_past_a_sliding_window_equals_eager(
+    config: PreTrainedConfig, options: dict[str, Any]
+) -> None:
+    """The default cache of these models holds the keys of a window, not from token 0 on."""
+    ids = torch.randint(1, 64, (2, 5))
+    found, wanted = (
+        build(config, name).generate(
+            ids, max_new_tokens=20, do_sample=False, eos_token_id=None, **options
+        )
+        for name in ("msa", "eager")
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("pattern", [
+    Window(5), Dilated(2), SinkWindow(3, 2), Block(4), PerHead((Dense(), Columns(4, 1))),
+], ids=str)  # fmt: skip
+def test_patterns_stay_where_they_are_when_a_cache_lets_go_of_keys(pattern: Pattern) -> None:
+    """Blocks, columns and sinks are counted from token 0, whatever the cache holds."""
+    config = MistralConfig(**LARGE, sliding_window=7)
+    hf.set_patterns(model := build(config), pattern)
+    ids = torch.randint(1, 64, (1, 40))
+    whole = model(ids, use_cache=False).logits
+    cache, pieces = None, []
+    for piece in ids.split([4, 6, 1, 12, 1, 16], dim=1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        pieces.append(out.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_static_cache_is_refused_with_one_that_works() -> None:
+    model = build(LlamaConfig(**SMALL))
+    with pytest.raises(BackendError, match=r"static one: keys 0 to \d+ .*DynamicCache\(\)"):
+        model.generate(torch.ones(1, 5, dtype=int), cache_implementation="static")
 
 
 def test_layers_that_are_compiled_keep_their_own_patterns() -> None:
