@@ -37,10 +37,18 @@ class Sdpa(Direct):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,
         placement: Placement, scale: float, return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        heads = [_dense_rows(tensor).transpose(1, 2) for tensor in (q, k, v)]
         fused = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else FUSED
         with sdpa_kernel(fused):
             out = F.scaled_dot_product_attention(
                 *heads, is_causal=pattern.causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
             )
         return out.transpose(1, 2).contiguous(), None
+
+
+def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with neighbours along a head, which is all that fused kernels read; a copy where
+    they are not. Not ``contiguous()``, to which a head of one number always is."""
+    if tensor.stride(-1) == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -200,6 +200,20 @@ def test_strided_views_are_read_in_place() -> None:
     both((one, one.detach().requires_grad_(), one.detach().requires_grad_()), Window(9))
 
 
+@pytest.mark.parametrize("backend", ["torch", "sdpa", "flex"])
+def test_heads_that_are_not_stored_together_are_read(backend: str) -> None:
+    """Every second number, heads across rows, one number for all, and heads of one number."""
+    views = [
+        torch.randn(2, 20, 4, 16)[..., ::2], torch.randn(2, 20, 16, 4).transpose(2, 3),
+        torch.randn(2, 20, 4, 1).expand(-1, -1, -1, 16), torch.randn(2, 20, 1, 4).transpose(2, 3),
+    ]  # fmt: skip
+    for view in views:
+        assert view.stride(-1) != 1
+        close = torch.empty(view.shape).copy_(view)
+        found = msa_attention(view, view, view, Dense(), backend=backend)
+        torch.testing.assert_close(found, msa_attention(close, close, close, Dense()))
+
+
 def test_views_beyond_2_to_the_31_elements() -> None:
     """Rows at stride 8,192 whose last start at element 2**31; only their own pages are touched."""
     rows, stride, dim = 64, 8_192, 8
