@@ -1,7 +1,9 @@
 """Patterns as short text: what travels through an operator in a pattern's place.
 
 Equal text for equal patterns. Short patterns are their canonical JSON. Long ones, block lists of
-many rows, are the hash of it: operators copy text, and the pattern itself stays in this process.
+many rows, are the hash of it: operators copy text, and the pattern itself stays in this process,
+where :func:`decode` finds it while anybody holds it: a gradient that is due does, and a compiled
+graph. The last :data:`KEPT` are held here.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from functools import lru_cache
 
@@ -17,14 +20,16 @@ from msa_kernels.pattern import Pattern, from_dict
 LONG = 4096
 """Characters above which a pattern travels by its hash."""
 KEPT = 256
-"""Long patterns remembered, the last ones used."""
+"""Long patterns held, the last ones used."""
 
 
 def encode(pattern: Pattern) -> str:
     """The text of ``pattern``; :func:`decode` reads it in this process."""
     text = _encode(pattern)
     if text.startswith(_HASH):
-        _keep(text, pattern)
+        with _lock:
+            # Of equal patterns the one that is known stays: others may hold it and wait.
+            _hold(text, _long.setdefault(text, pattern))
     return text
 
 
@@ -34,13 +39,21 @@ def decode(text: str) -> Pattern:
         return _decode(text)
     with _lock:
         pattern = _long.get(text)
-    if pattern is None:
-        raise ValueError(
-            f"pattern {text} is not known here: encode it first in this process, and keep at most "
-            f"{KEPT} long patterns in flight"
-        )
-    _keep(text, pattern)
+        if pattern is None:
+            raise ValueError(
+                f"pattern {text} is not known in this process, and its text does not say what it "
+                "is: a graph that holds it works where it was traced"
+            )
+        _hold(text, pattern)
     return pattern
+
+
+def pin(text: str) -> None:
+    """Hold the pattern of a text for as long as the process lives: a compiled graph may."""
+    if text.startswith(_HASH):
+        pattern = decode(text)
+        with _lock:
+            _pinned[text] = pattern
 
 
 @lru_cache(maxsize=256)
@@ -56,14 +69,15 @@ def _decode(text: str) -> Pattern:
     return from_dict(json.loads(text))
 
 
-def _keep(text: str, pattern: Pattern) -> None:
-    with _lock:
-        _long[text] = pattern
-        _long.move_to_end(text)
-        while len(_long) > KEPT:
-            _long.popitem(last=False)
+def _hold(text: str, pattern: Pattern) -> None:
+    _recent[text] = pattern
+    _recent.move_to_end(text)
+    while len(_recent) > KEPT:
+        _recent.popitem(last=False)
 
 
 _HASH = "sha256:"
-_long: OrderedDict[str, Pattern] = OrderedDict()
+_long: weakref.WeakValueDictionary[str, Pattern] = weakref.WeakValueDictionary()
+_recent: OrderedDict[str, Pattern] = OrderedDict()
+_pinned: dict[str, Pattern] = {}
 _lock = threading.Lock()

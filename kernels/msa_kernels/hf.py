@@ -192,8 +192,8 @@ def attention_mask(
         raise BackendError(
             f"a cache whose last key is not the last token (a static one: keys {int(kv_offset)} "
             f"to {int(kv_offset) + kv_length - 1} for tokens up to {int(q_offset) + q_length - 1})"
-            " is not implemented; use transformers' default, or past_key_values=DynamicCache(), and "
-            "use_cache=False in training"
+            " is not implemented; use transformers' default, or past_key_values=DynamicCache(), "
+            "and use_cache=False in training"
         )
     # transformers also asks for masks that no layer of the model uses: those that cannot be are
     # refused where one does.

@@ -7,6 +7,8 @@ lengths. Both operators have fake kernels and FLOP formulas that count the pairs
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from msa_kernels import backend as backends
 from msa_kernels import engine, fused
 from msa_kernels.blocks import Runs
-from msa_kernels.encoding import decode
+from msa_kernels.encoding import decode, pin
 from msa_kernels.pattern import Pattern
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Align, Request, TileKernel
@@ -40,11 +42,12 @@ def attention(
     kernel, or "auto" for the fastest of them."""
     view = _View(q, k, documents, q_bounds, k_bounds, align)
     what = decode(pattern)
-    kernel = _kernel(backend, q, k, what, view.plain, False)
-    backends.record(kernel.name, q, k, what, not view.plain)
-    out, lse = engine.forward(
-        kernel, view.enter(q), view.enter(k), view.enter(v), what, *view.runs, scale
-    )  # fmt: skip
+    with launching_on(q.device):
+        kernel = _kernel(backend, q, k, what, view.plain, False)
+        backends.record(kernel.name, q, k, what, not view.plain)
+        out, lse = engine.forward(
+            kernel, view.enter(q), view.enter(k), view.enter(v), what, *view.runs, scale
+        )  # fmt: skip
     return view.leave(out).contiguous(), view.leave_log(lse).contiguous()
 
 
@@ -61,6 +64,7 @@ def _(
     align: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    pin(pattern)  # A graph that is traced holds its text alone.
     batch, rows, heads, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3]))
     return out, q.new_empty((batch, heads, rows), dtype=engine.accumulator(q.dtype))
@@ -86,16 +90,17 @@ def attention_backward(
     """dQ, dK, dV in the inputs' dtype, from the cotangents of the output and of the LSE."""
     view = _View(q, k, documents, q_bounds, k_bounds, align)
     what = decode(pattern)
-    kernel = _kernel(backend, q, k, what, view.plain, dlse is not None)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    delta = None
-    if dlse is not None or not kernel.forms_delta:
-        delta = view.enter_log(fused.row_delta(dout, out, dlse))
-    dq, dk, dv = engine.backward(
-        kernel, view.enter(q), view.enter(k), view.enter(v), view.enter(out), view.enter(dout),
-        view.enter_log(lse), delta, what, *view.runs, scale,
-    )  # fmt: skip
+    with launching_on(q.device):
+        kernel = _kernel(backend, q, k, what, view.plain, dlse is not None)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        delta = None
+        if dlse is not None or not kernel.forms_delta:
+            delta = view.enter_log(fused.row_delta(dout, out, dlse))
+        dq, dk, dv = engine.backward(
+            kernel, view.enter(q), view.enter(k), view.enter(v), view.enter(out),
+            view.enter(dout), view.enter_log(lse), delta, what, *view.runs, scale,
+        )  # fmt: skip
     return (
         view.leave(dq).contiguous(), view.leave(dk).contiguous(), view.leave(dv).contiguous()
     )  # fmt: skip
@@ -126,6 +131,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, documents, q_bounds, k_bounds)
     ctx.pattern, ctx.scale, ctx.align, ctx.backend = pattern, scale, align, backend
+    ctx.held = decode(pattern)  # which backward finds by its text
 
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):
@@ -140,6 +146,15 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None):
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes ``device`` the current one: kernels that are not PyTorch's own launch there, wherever
+    their tensors are. Nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 class _View:

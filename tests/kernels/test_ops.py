@@ -8,7 +8,7 @@ import torch
 from msa_kernels import ops
 from msa_kernels.attention import msa_attention
 from msa_kernels.backend import BackendError
-from msa_kernels.encoding import decode
+from msa_kernels.encoding import KEPT, decode
 from msa_kernels.module import MsaAttention
 from msa_kernels.pattern import BlockList, Dense, Dilated, Pattern, PerHead, SinkWindow, Window
 from msa_kernels.placement import Placement
@@ -146,8 +146,33 @@ def test_long_patterns_travel_by_their_hash() -> None:
     assert len(text) < 100
     assert decode(text) == pattern
     assert text == PerHead(pattern.members).encoded() != pattern.members[0].encoded()
-    with pytest.raises(ValueError, match="is not known here: encode it first"):
+    with pytest.raises(ValueError, match="is not known in this process"):
         decode("sha256:0")
+
+
+def long_pattern(n: int) -> BlockList:
+    """Different for every ``n`` below 900, all of them too long for their text."""
+    row = tuple(range(0, 2000, 2))
+    return BlockList(8, (row, (*row[:n], *row[n + 1 :])), causal=False)
+
+
+def test_more_long_patterns_than_are_held_wait_for_their_gradients() -> None:
+    q = torch.randn(1, 16, 1, 8, requires_grad=True)
+    outs = [msa_attention(q, q, q, long_pattern(n)) for n in range(KEPT + 10)]
+    torch.stack([out.sum() for out in outs if isinstance(out, torch.Tensor)]).sum().backward()
+    assert q.grad is not None
+
+
+def test_a_compiled_graph_finds_its_long_pattern_however_many_came_since() -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(
+        lambda q, pattern: msa_attention(q, q, q, pattern), backend="aot_eager", fullgraph=True
+    )
+    q = torch.randn(1, 16, 1, 8)
+    expected = attend(q, long_pattern(0))
+    for n in range(1, KEPT + 10):
+        long_pattern(n).encoded()
+    torch.testing.assert_close(attend(q, long_pattern(0)), expected)
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -177,3 +202,11 @@ def test_forward_mode_derivatives_are_refused(backend: str) -> None:
         attend(k)
         with pytest.raises(BackendError, match="dual tensors"):
             attend(forward_ad.make_dual(k, k))
+
+
+def test_kernels_launch_where_their_tensors_are() -> None:
+    """Whatever device is the current one; a CPU has none to make current."""
+    second = ops.launching_on(torch.device("cuda", 1))
+    assert isinstance(second, torch.cuda.device)
+    assert second.idx == 1
+    assert not isinstance(ops.launching_on(torch.device("cpu")), torch.cuda.device)
