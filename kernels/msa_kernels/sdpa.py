@@ -37,7 +37,8 @@ class Sdpa(Direct):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,
         placement: Placement, scale: float, return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        heads = [_dense_rows(tensor).transpose(1, 2) for tensor in (q, k, v)]
+        q, k, v = (_dense_rows(tensor) for tensor in (q, k, v))
+        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         fused = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else FUSED
         with sdpa_kernel(fused):
             out = F.scaled_dot_product_attention(

@@ -248,3 +248,18 @@ def test_a_blind_batch_element_leaves_finite_projections() -> None:
 def test_patterns_of_every_name_exist() -> None:
     given: Call = call(Shape("dense", 64, 1, 2, "one", "float16", "contiguous", "fastest"))
     assert compute(given, pattern("dense", 2), "triton")["out"].shape == given.q.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_of_a_device_that_is_not_the_current_one(backend: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pattern = SinkWindow(300, 8)
+    near = make(700, 700)
+    far = tuple(t.detach().to("cuda:1").requires_grad_() for t in near)
+    with torch.cuda.device(0):
+        out, lse, grads = with_grads(far, pattern, backend)
+    wanted = with_grads(near, pattern, backend)
+    for found, exact in zip((out, lse, *grads), (*wanted[:2], *wanted[2]), strict=True):
+        assert found.device == far[0].device
+        torch.testing.assert_close(found.to(exact.device), exact)
