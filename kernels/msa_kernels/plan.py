@@ -81,11 +81,12 @@ class PartPlan:
 
     @property
     def simple(self) -> bool:
-        """Positions are row number plus ``q_start`` or ``k_start`` and there is one document:
-        a kernel needs no token maps."""
+        """Positions are row number plus ``q_start`` or ``k_start``, none of a key before 0, and
+        there is one document: a kernel needs no token maps."""
         return (
             _simple(self.queries)
             and _simple(self.keys)
+            and int(self.keys.position[0]) >= 0
             and int(self.queries.document[0]) == int(self.keys.document[0])
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from msa_kernels.triton.predicate import allowed, token
+from msa_kernels.triton.predicate import FAR, seen, token
 
 
 @triton.jit
@@ -34,13 +34,12 @@ def _dq_tiles(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p = tl.exp2(s * qk_scale - lse_row[:, None])
         if MASKED:
-            j, key_document = token(columns, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
-            ok = allowed(
-                i[:, None], j[None, :], i_first, k_start + k_row, rule_values, table, table_q,
-                table_k, FLAGS, RULES, MINUS,
-                LOOKUP,
+            ok = seen(
+                i, FAR, document, tl.arange(0, BLOCK_N), k_row, k_rows, k_start, k_pos, k_doc,
+                i_first, rule_values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, True,
+                SIMPLE,
             )  # fmt: skip
-            p = tl.where(ok & (document[:, None] == key_document[None, :]), p, 0.0)
+            p = tl.where(ok, p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = (p * (dp - delta_row[:, None])).to(k.dtype)
         acc = tl.dot(ds, k, acc, input_precision=PRECISION)
@@ -115,7 +114,7 @@ def dq_kernel(
 @triton.jit
 def _dkv_tiles(
     dk, dv, k, v, q, do, dq, lse, delta, stride_qs, stride_qh, stride_ds, stride_dh, stride_gs,
-    stride_gh, stat_rows, index, begin, first, last, j, j_first, key_document, q_pos, q_doc,
+    stride_gh, stat_rows, index, begin, first, last, j, j_first, j_end, key_document, q_pos, q_doc,
     rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, FLAGS: tl.constexpr,
     RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr, SIMPLE: tl.constexpr,
@@ -137,13 +136,12 @@ def _dkv_tiles(
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         p = tl.exp2(s * qk_scale - tl.load(lse + stat)[None, :])
         if MASKED:
-            i, document = token(rows, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
-            ok = allowed(
-                i[None, :], j[:, None], q_start + q_row, j_first, rule_values, table, table_q,
-                table_k, FLAGS, RULES, MINUS,
-                LOOKUP,
+            ok = seen(
+                j, j_end, key_document, tl.arange(0, BLOCK_M), q_row, q_rows, q_start, q_pos,
+                q_doc, j_first, rule_values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP,
+                False, SIMPLE,
             )  # fmt: skip
-            p = tl.where(ok & (document[None, :] == key_document[:, None]), p, 0.0)
+            p = tl.where(ok, p, 0.0)
         do_tile = tl.load(
             do + head * stride_dh + far[:, None] * stride_ds + d[None, :], mask=inside, other=0.0
         )
@@ -205,16 +203,17 @@ def dkv_kernel(
     dk_acc, dv_acc = _dkv_tiles(
         dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, dq_base, lse + stat, delta + stat,
         stride_qs, stride_qh, stride_ds, stride_dh, stride_gs, stride_gh, stat_rows, index,
-        begin, 0, middle - begin, j, k_start + tile * BLOCK_N, key_document, q_pos, q_doc,
-        rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale, True,
-        HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION, FUSED,
+        begin, 0, middle - begin, j, k_start + tile * BLOCK_N, k_start + k_rows, key_document,
+        q_pos, q_doc, rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale,
+        True, HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION, FUSED,
     )  # fmt: skip
     dk_acc, dv_acc = _dkv_tiles(
         dk_acc, dv_acc, k_tile, v_tile, q_base, do_base, dq_base, lse + stat, delta + stat,
         stride_qs, stride_qh, stride_ds, stride_dh, stride_gs, stride_gh, stat_rows, index,
-        begin, middle - begin, end - begin, j, k_start + tile * BLOCK_N, key_document, q_pos,
-        q_doc, rule_values, table, table_q, table_k, q_rows, q_start, head_dim, qk_scale, False,
-        HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP, PRECISION, FUSED,
+        begin, middle - begin, end - begin, j, k_start + tile * BLOCK_N, k_start + k_rows,
+        key_document, q_pos, q_doc, rule_values, table, table_q, table_k, q_rows, q_start,
+        head_dim, qk_scale, False, HEAD_DIM, BLOCK_M, FLAGS, RULES, MINUS, LOOKUP, SIMPLE, GROUP,
+        PRECISION, FUSED,
     )  # fmt: skip
     at = batch * stride_ob + kv_head * stride_oh
     offset = at + far[:, None] * stride_os + d[None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from msa_kernels.triton.predicate import allowed, token
+from msa_kernels.triton.predicate import FAR, seen, token
 
 
 @triton.jit
@@ -26,13 +26,11 @@ def _tiles(
         k = tl.load(k_base + rows[:, None] * stride_ks + d[None, :], mask=inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         if MASKED:
-            j, key_document = token(columns, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
-            ok = allowed(
-                i[:, None], j[None, :], i_first, k_start + k_row, rule_values, table, table_q,
-                table_k, FLAGS, RULES, MINUS,
-                LOOKUP,
+            ok = seen(
+                i, FAR, document, tl.arange(0, BLOCK_N), k_row, k_rows, k_start, k_pos, k_doc,
+                i_first, rule_values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, True,
+                SIMPLE,
             )  # fmt: skip
-            ok = ok & (document[:, None] == key_document[None, :])
             s = tl.where(ok, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # Rows that have seen no key yet: exponents against 0, so that -inf - -inf never happens.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from msa_kernels.triton.fp8 import to_e4m3
-from msa_kernels.triton.predicate import allowed, token
+from msa_kernels.triton.predicate import FAR, seen, token
 
 PEAK = tl.constexpr(8.0)
 """Probabilities are multiplied by 2 to this power: the largest is 256, and e4m3 holds 448."""
@@ -36,12 +36,11 @@ def _tiles(
         )  # fmt: skip
         s = tl.dot(q, tl.trans(k)) * (qk_scale * tl.load(k_scale + k_row // TILE))
         if MASKED:
-            j, key_document = token(columns, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
-            ok = allowed(
-                i[:, None], j[None, :], i_first, k_start + k_row, rule_values, table, table_q,
-                table_k, FLAGS, RULES, MINUS, LOOKUP,
+            ok = seen(
+                i, FAR, document, tl.arange(0, BLOCK_N), k_row, k_rows, k_start, k_pos, k_doc,
+                i_first, rule_values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, True,
+                SIMPLE,
             )  # fmt: skip
-            ok = ok & (document[:, None] == key_document[None, :])
             s = tl.where(ok, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # Rows that have seen no key yet: exponents against 0, so that -inf - -inf never happens.

@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from msa_kernels.triton.hopper_forward import (
     barriers,
     lists_of,
-    query_item,
+    row_at,
+    share,
     store_tile,
     visible,
 )
@@ -53,8 +54,12 @@ def _produce(
     q_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free = bars
     index = walk[2]
+    tiles = walk[4]
+    kv_heads = walk[6]
     count = 0
-    batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
+    batch, kv_head, member, place, _ = share(tiles, 1, kv_heads, GROUP)
+    head = kv_head * GROUP + member
+    q_tile, begin, middle, end = row_at(walk, place)
     if begin < end:
         for half in gl.static_range(2):
             mbarrier.expect(q_full.index(half), 64 * HEAD_DIM)
@@ -125,7 +130,9 @@ def _consume(
     q = matrix(q_smem.index(HALF), 64, HEAD_DIM)
 
     count = 0
-    batch, kv_head, head, q_tile, begin, middle, end = query_item(walk, GROUP)
+    batch, kv_head, member, place, _ = share(tiles, 1, kv_heads, GROUP)
+    head = kv_head * GROUP + member
+    q_tile, begin, middle, end = row_at(walk, place)
     first_row = q_tile * 128 + 64 * HALF
     rows = first_row + gl.arange(0, 64, layout=ROW)
     m = gl.full([64], float("-inf"), gl.float32, ROW)
@@ -232,7 +239,7 @@ def forward_kernel(
         barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
         barriers(STAGES, 2),
     )  # fmt: skip
-    own = (gl.program_id(0) // GROUP // tiles) % kv_heads * PER_HEAD
+    own = share(tiles, 1, kv_heads, GROUP)[1] * PER_HEAD
     pointers, middles, order = lists_of(own, pointers, middles, order, tiles)
     rule_values += own * (RULES + MINUS) * 8
     table += own * table_q * table_k

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from msa_kernels.triton.hopper_backward import LOG2E, dkv_produce, key_item, key_step, row_stat
 from msa_kernels.triton.hopper_forward import barriers, flat, lists_of, store_tile
-from msa_kernels.triton.predicate import allowed, token
+from msa_kernels.triton.predicate import seen, token
 
 # Triton's own functions do not offer this one; one that lacks it fails as this module is read.
 _ADD = ir.DESCRIPTOR_REDUCE_KIND.ADD
@@ -50,7 +50,6 @@ def _consume(
     smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Scores are held transposed: keys down, queries across."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -109,15 +108,14 @@ def _consume(
                 if masked == 0:
                     keys = first_row + gl.arange(0, 64, layout=ROW)
                     j, key_document = token(keys, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
-                    entry, _ = key_step(n, begin, middle, end, GROUP, BY_HEAD)
+                    entry, _ = key_step(n, begin, middle, end, GROUP, True)
                     q_row = gl.load(index + entry) * BLOCK_M
-                    queries = q_row + gl.arange(0, BLOCK_M, layout=COLUMN)
-                    i, document = token(queries, q_rows, q_start, q_pos, q_doc, -2, SIMPLE)
-                    ok = allowed(
-                        i[None, :], j[:, None], q_start + q_row, k_start + first_row, values,
-                        table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP,
+                    columns = gl.arange(0, BLOCK_M, layout=COLUMN)
+                    ok = seen(
+                        j, k_start + k_rows, key_document, columns, q_row, q_rows, q_start, q_pos,
+                        q_doc, k_start + first_row, values, table, table_q, table_k, FLAGS, RULES,
+                        MINUS, LOOKUP, False, SIMPLE,
                     )  # fmt: skip
-                    ok = ok & (document[None, :] == key_document[:, None])
                     p = gl.where(ok, p, 0.0)
                 p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
                 dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
@@ -162,14 +160,14 @@ def _consume(
 @gluon.jit
 def _write(
     dq_desc, dq_smem, bars, walk, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, BY_HEAD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add each tile of dQ to the whole, as its halves come; then dO of the tile is done with."""
     do_free, ds_full, dq_full, dq_free = bars
     pointers, middles, index, order, tiles, kv_heads = walk
     batch, kv_head, k_tile, begin, middle, end = key_item(walk)
     for n in range((end - begin) * GROUP):
-        entry, member = key_step(n, begin, middle, end, GROUP, BY_HEAD)
+        entry, member = key_step(n, begin, middle, end, GROUP, True)
         row = gl.load(index + entry) * BLOCK_M
         head = kv_head * GROUP + member
         for half in gl.static_range(2):
@@ -207,7 +205,7 @@ def fused_kernel(
     q_start, k_start, kv_heads, tiles, stride_b, stride_s, stride_h, head_dim, scale,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-    GROUP: gl.constexpr, PER_HEAD: gl.constexpr, BY_HEAD: gl.constexpr,
+    GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of (64 queries, 128 keys) for head size 128, (128, 128) for 64; a program per (tile,
     key/value head, batch row). dQ (B, Sq, Hq, D) is fp32, 0 before and left without the scale; dk
@@ -242,17 +240,17 @@ def fused_kernel(
         [
             (_consume, (
                 smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE, BY_HEAD,
+                RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (_consume, (
                 smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE, BY_HEAD,
+                RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem[:6], bars[:5], walk,
-                GROUP, HEAD_DIM, BLOCK_M, STAGES, BY_HEAD,
+                GROUP, HEAD_DIM, BLOCK_M, STAGES, True,
             )),
-            (_write, (dq_desc, smem[7], bars[4:], walk, GROUP, BLOCK_M, STAGES, BY_HEAD)),
+            (_write, (dq_desc, smem[7], bars[4:], walk, GROUP, BLOCK_M, STAGES)),
         ],
         [4, 1, 1],
         [240, 24, 24],

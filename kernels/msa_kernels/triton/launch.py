@@ -21,7 +21,7 @@ import triton
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import GradDtypes, PartPlan, Request
 from msa_kernels.triton import backward, forward, stats, tables
-from msa_kernels.triton.lists import device_lists
+from msa_kernels.triton.lists import DeviceLists, device_lists
 from msa_kernels.triton.predicate import Predicate, encode, unsupported
 from msa_kernels.triton.tables import SMALLEST, Tile
 
@@ -32,10 +32,12 @@ MAX_HEAD_DIM = 256
 HOPPER_HEAD_DIM = 128
 HOPPER = {"forward": (128, 2), "dq": (128, 2), "dkv": (64, 2)}
 """Rows of the tile that streams past the 128 resident ones, and how many are in flight."""
+TURNS = 4
+"""Programs for each SM, at least, where rows are shared out: the last ones end almost together."""
+SHARE = 64
+"""Tiles that a program should have to do: filling and draining a pipeline costs as much as two."""
 FUSED = {64: (128, 2), 128: (64, 2)}
 """The same for the backward of one pass, by padded head size."""
-BY_HEAD = {"dkv": False, "fused": True}
-"""Whether a program of keys takes the query heads of its group one after another."""
 
 
 class TritonKernel:
@@ -99,9 +101,10 @@ class TritonKernel:
         if hopper:
             from msa_kernels.triton import hopper_forward
 
-            hopper_forward.forward_kernel[(items,)](
+            each, shares = share(lists, q_heads * batch)
+            hopper_forward.forward_kernel[(shares * q_heads * batch,)](
                 _tile(q, 64), _tile(k, block), _tile(v, block), out, lse, *walk, *common, q_heads,
-                kv_heads, lists.tiles, *out.stride()[:3], head_dim, log2_scale,
+                kv_heads, lists.tiles, each, *out.stride()[:3], head_dim, log2_scale,
                 HEAD_DIM=_hopper_width(head_dim), BLOCK_N=block, STAGES=stages,
                 **constants, num_warps=4,
             )  # fmt: skip
@@ -156,17 +159,17 @@ class TritonKernel:
                 _line(lse, block), _line(delta, block), _sum(dq), dk, dv, lists.pointers,
                 lists.middles, lists.index, lists.order, *common, kv_heads, lists.tiles,
                 *dk.stride()[:3], head_dim, scale, HEAD_DIM=width, BLOCK_M=block, STAGES=stages,
-                BY_HEAD=BY_HEAD["fused"], **constants, num_warps=4,
+                **constants, num_warps=4,
             )  # fmt: skip
             return
         block, stages = HOPPER["dq"]
         lists = device_lists(plan, 128, block, q.device)
         common, constants = _arguments(plan, q, k, (128, block))
-        items = lists.tiles * q_heads * batch
-        hopper_backward.dq_kernel[(items,)](
+        each, shares = share(lists, q_heads * batch)
+        hopper_backward.dq_kernel[(shares * q_heads * batch,)](
             _tile(q, 64), _tile(dout, 64), _tile(k, block), _tile(v, block), dq, lse, delta,
             lists.pointers, lists.middles, lists.index, lists.order, *common, q_heads, kv_heads,
-            lists.tiles, lse.shape[2], *dq.stride()[:3], head_dim, scale, HEAD_DIM=width,
+            lists.tiles, each, lse.shape[2], *dq.stride()[:3], head_dim, scale, HEAD_DIM=width,
             BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
         block, stages = HOPPER["dkv"]
@@ -177,8 +180,7 @@ class TritonKernel:
             _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64), _line(lse, block),
             _line(delta, block), dk, dv, lists.pointers, lists.middles, lists.index, lists.order,
             *common, kv_heads, lists.tiles, *dk.stride()[:3], head_dim, scale,
-            HEAD_DIM=width, BLOCK_M=block, STAGES=stages, BY_HEAD=BY_HEAD["dkv"], **constants,
-            num_warps=4,
+            HEAD_DIM=width, BLOCK_M=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
 
     def _plain_backward(
@@ -227,6 +229,19 @@ class TritonKernel:
             and all(stride % 8 == 0 for stride in t.stride()[:-1])
             for t in tensors
         )
+
+
+def share(lists: DeviceLists, heads: int) -> tuple[int, int]:
+    """How many neighbouring rows of a head's list one program takes, and how many programs that
+    makes of a head: rows of few tiles are taken together, as long as every SM gets its turn often.
+
+    ``heads`` are those of the whole batch.
+    """
+    device = lists.order.device
+    tiles = max(1, (lists.index.numel() - 1) // lists.order.numel())
+    turns = lists.tiles * heads // _processors(device)
+    each = max(1, min(-(-SHARE // tiles), turns // TURNS))
+    return each, -(-lists.tiles // each)
 
 
 def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
@@ -278,6 +293,11 @@ def _fused_lacks() -> str | None:
     except (ImportError, AttributeError) as error:
         return f"Triton {triton.__version__} lacks what it is made of ({error}); use 'triton'"
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=8)

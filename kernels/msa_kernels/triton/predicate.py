@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from msa_kernels.memo import by_identity
-from msa_kernels.rules import Part, Rule
+from msa_kernels.rules import FARTHEST, Part, Rule
 
 WIDTH = 8
 """int32 parameters per rule: lo, hi, step, sinks, block, column length, first column, table."""
@@ -28,6 +28,10 @@ _LO, _HI, _STEP, _SINKS, _BLOCK, _COLUMNS, _TABLE = (1 << n for n in range(7))
 LO, HI, STEP, SINKS, BLOCK, COLUMNS, TABLE = (
     tl.constexpr(f) for f in (_LO, _HI, _STEP, _SINKS, _BLOCK, _COLUMNS, _TABLE)
 )
+
+
+FAR = tl.constexpr(FARTHEST)
+"""Positions are smaller, and so is what rules add to them."""
 
 
 class Predicate(NamedTuple):
@@ -106,58 +110,124 @@ def token(rows, count, start, positions, documents, ABSENT: tl.constexpr, SIMPLE
 
 @triton.jit
 def _rule(
-    i, j, i_first, j_first, at, table, table_q, table_k, FLAGS: tl.constexpr, LOOKUP: tl.constexpr
+    row, row_end, column, base, count, row_first, column_first, at, table, table_q, table_k,
+    FLAGS: tl.constexpr, LOOKUP: tl.constexpr, QUERIES_DOWN: tl.constexpr,
 ):  # fmt: skip
-    distance = i - j
-    ok = distance == distance
+    BEGINS: tl.constexpr = HI if QUERIES_DOWN else LO
+    here = row - base
+    last = tl.where(row < row_end, count, -FAR)
+    first = here
     if LO & FLAGS:
-        ok = ok & (distance >= tl.load(at))
+        lo = tl.load(at)
+        if QUERIES_DOWN:
+            last = tl.minimum(last, here - lo + 1)
+        else:
+            first = here + lo
     if HI & FLAGS:
-        ok = ok & (distance < tl.load(at + 1))
-    if STEP & FLAGS:
-        ok = ok & (distance % tl.load(at + 2) == 0)
-    if SINKS & FLAGS:
-        ok = ok & (j < tl.load(at + 3))
+        hi = tl.load(at + 1)
+        if QUERIES_DOWN:
+            first = here - hi + 1
+        else:
+            last = tl.minimum(last, here + hi)
     if BLOCK & FLAGS:
         size = tl.load(at + 4)
-        ok = ok & (i // size == j // size)
+        # Division rounds towards zero, and queries may stand before the first key.
+        start = tl.where(row < 0, (row + 1) // size - 1, row // size) * size - base
+        first = tl.maximum(first, start) if BEGINS & FLAGS else start
+        last = tl.minimum(last, start + size)
+    if SINKS & FLAGS:
+        sinks = tl.load(at + 3)
+        if QUERIES_DOWN:
+            last = tl.minimum(last, sinks - base)
+        else:
+            last = tl.where(row < sinks, last, -FAR)
+    if (TABLE & FLAGS) and LOOKUP == 1:
+        if QUERIES_DOWN:
+            i, j = row_first, column_first
+        else:
+            i, j = column_first, row_first
+        last = tl.where(_member(i, j, at, table, table_q, table_k), last, -FAR)
+    ok = column < last
+    if (BEGINS & FLAGS) or (BLOCK & FLAGS):
+        ok = ok & (column >= first)
+    if STEP & FLAGS:
+        ok = ok & ((here - column) % tl.load(at + 2) == 0)
+    if QUERIES_DOWN:
+        i, j = row, base + column
+    else:
+        i, j = base + column, row
     if COLUMNS & FLAGS:
         ok = ok & (j % tl.load(at + 5) >= tl.load(at + 6))
-    if (TABLE & FLAGS) and LOOKUP > 0:
-        size = tl.load(at + 7)
-        if LOOKUP == 1:
-            q, k = i_first // size, j_first // size
-        else:
-            q, k = i // size, j // size
-        # Division rounds towards zero: queries just before the first key would be in block 0.
-        q_place = i_first if LOOKUP == 1 else i
-        inside = (q_place >= 0) & (q < table_q) & (k < table_k)
-        ok = ok & (tl.load(table + q * table_k + k, mask=inside, other=0) != 0)
+    if (TABLE & FLAGS) and LOOKUP == 2:
+        ok = ok & _member(i, j, at, table, table_q, table_k)
     return ok
 
 
 @triton.jit
-def allowed(
-    i, j, i_first, j_first, rule_values, table, table_q, table_k, FLAGS: tl.constexpr,
-    RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr,
-):  # fmt: skip
-    """Where queries at positions ``i`` see keys at positions ``j`` (broadcast against each other).
+def _member(i, j, at, table, table_q, table_k):
+    size = tl.load(at + 7)
+    q, k = i // size, j // size
+    # Division rounds towards zero: queries just before the first key would be in block 0.
+    inside = (i >= 0) & (q < table_q) & (k < table_k)
+    return tl.load(table + q * table_k + k, mask=inside, other=0) != 0
 
-    ``i_first`` and ``j_first`` are the tile's first positions. ``LOOKUP`` says how block-list
-    membership is decided: 0 by the tile lists alone, 1 once for the tile, 2 for every pair.
+
+@triton.jit
+def allowed(
+    row, row_end, column, base, count, row_first, column_first, rule_values, table, table_q,
+    table_k, FLAGS: tl.constexpr, RULES: tl.constexpr, MINUS: tl.constexpr, LOOKUP: tl.constexpr,
+    QUERIES_DOWN: tl.constexpr,
+):  # fmt: skip
+    """Which of a tile's pairs the rules allow: rows down, columns across, one side's positions
+    each, queries down or keys down.
+
+    ``row`` (rows, 1) holds positions, below ``row_end`` for rows that there are; those of the
+    columns are ``base + column`` with ``column`` (1, columns) below ``count``. What a rule allows
+    a row is a stretch of columns wherever that can be: its ends are made once a row, and a pair
+    costs one comparison an end. ``row_first`` and ``column_first`` are the tile's first positions.
+    ``LOOKUP`` says how block-list membership is decided: 0 by the tile lists alone, 1 once for the
+    tile, 2 for every pair.
     """
     ok = _rule(
-        i, j, i_first, j_first, rule_values, table, table_q, table_k, FLAGS & 255, LOOKUP
+        row, row_end, column, base, count, row_first, column_first, rule_values, table, table_q,
+        table_k, FLAGS & 255, LOOKUP, QUERIES_DOWN,
     )  # fmt: skip
     for n in tl.static_range(1, RULES):
         ok = ok | _rule(
-            i, j, i_first, j_first, rule_values + 8 * n, table, table_q, table_k,
-            (FLAGS >> (8 * n)) & 255, LOOKUP,
+            row, row_end, column, base, count, row_first, column_first, rule_values + 8 * n, table,
+            table_q, table_k, (FLAGS >> (8 * n)) & 255, LOOKUP, QUERIES_DOWN,
         )  # fmt: skip
     for n in tl.static_range(RULES, RULES + MINUS):
         cut = _rule(
-            i, j, i_first, j_first, rule_values + 8 * n, table, table_q, table_k,
-            (FLAGS >> (8 * n)) & 255, LOOKUP,
+            row, row_end, column, base, count, row_first, column_first, rule_values + 8 * n, table,
+            table_q, table_k, (FLAGS >> (8 * n)) & 255, LOOKUP, QUERIES_DOWN,
         )  # fmt: skip
         ok = ok & (cut == 0)
-    return ok & (j >= 0)
+    return ok
+
+
+@triton.jit
+def seen(
+    row, row_end, row_document, column, at, count, start, positions, documents, row_first,
+    rule_values, table, table_q, table_k, FLAGS: tl.constexpr, RULES: tl.constexpr,
+    MINUS: tl.constexpr, LOOKUP: tl.constexpr, QUERIES_DOWN: tl.constexpr, SIMPLE: tl.constexpr,
+):  # fmt: skip
+    """Pairs of a tile that attend: rows down, of positions ``row`` and documents
+    ``row_document``; across, the tokens ``at + column`` of ``count``, ``column`` counting from 0.
+
+    Where positions are simple, rows that there are have positions below ``row_end``.
+    """
+    if SIMPLE:
+        ok = allowed(
+            row[:, None], row_end, column[None, :], start + at, count - at, row_first, start + at,
+            rule_values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, QUERIES_DOWN,
+        )  # fmt: skip
+    else:
+        position, document = token(at + column, count, start, positions, documents, -1, SIMPLE)
+        ok = allowed(
+            row[:, None], FAR, position[None, :], 0, FAR, row_first, start + at, rule_values,
+            table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, QUERIES_DOWN,
+        )  # fmt: skip
+        ok = ok & (row_document[:, None] == document[None, :])
+        ok = ok & ((position >= 0)[None, :] if QUERIES_DOWN else (row >= 0)[:, None])
+    return ok
