@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from msa_operator import machine
+from msa_operator import extra, machine
 from msa_operator.cli import cli
 from msa_operator.doctor import local
 from msa_operator.doctor.finding import Finding, well
@@ -94,7 +94,31 @@ def test_a_missing_package_says_how_to_get_it():
     found = by_check(local.packages(("torch", "no-such-package")))
     assert found["torch"].state == "ok"
     assert found["no-such-package"].state == "failed"
-    assert found["no-such-package"].action == 'pip install "flash-msa-operator[train]"'
+    assert found["no-such-package"].action == extra.command()
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ("{}", 'pip install "flash-msa-operator[train]"'),
+        ("not JSON", 'pip install "flash-msa-operator[train]"'),
+        (
+            '{"url": "file:///my%20code/msa", "dir_info": {}}',
+            'pip install "flash-msa-operator[train] @ file:///my%20code/msa"',
+        ),
+        (
+            '{"url": "file:///my%20code/msa", "dir_info": {"editable": true}}',
+            'pip install --editable "/my code/msa[train]"',
+        ),
+        (
+            '{"url": "https://host/msa.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
+            'pip install "flash-msa-operator[train] @ git+https://host/msa.git@abc"',
+        ),
+    ],
+)
+def test_the_extra_is_installed_from_where_the_rest_came(origin: str, command: str):
+    """What is not on a package index cannot be had from one."""
+    assert extra.command(origin) == command
 
 
 @pytest.mark.parametrize(("free", "state"), [

@@ -16,6 +16,7 @@ from msa_kernels.pattern import PerHead
 from msa_workloads.heads import Order
 from msa_workloads.runspec import RunSpec
 
+from msa_operator import extra
 from msa_operator.api import JobError, LongContextJob, Problem
 from msa_operator.cli import folders
 from msa_operator.cli.options import (
@@ -246,8 +247,7 @@ def _launch(
         if not resume:
             folders.give_back(folder)
         _give_up(
-            f"training needs packages that are not installed ({error.name}): "
-            'pip install "flash-msa-operator[train]"',
+            f"training needs packages that are not installed ({error.name}): {extra.command()}",
             MISSING,
         )
     from rich.console import Console

@@ -15,12 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from msa_operator import machine
+from msa_operator import extra, machine
 from msa_operator.doctor.finding import Finding, failed, ok, unknown, warning
 from msa_operator.planner.hardware import GIB, MIB
 
-DISTRIBUTION = "flash-msa-operator"
-INSTALL = f'pip install "{DISTRIBUTION}[train]"'
 CHECK_S = 600.0
 """For the check of the kernels: a cold cache of compiled kernels takes minutes on a slow disk."""
 DISK_LOW = 10 * GIB
@@ -62,7 +60,7 @@ def python() -> Finding:
 
 def packages(names: Sequence[str] = ("torch", "triton", "ray", "transformers")) -> list[Finding]:
     """What training needs, by what is installed; what an import would say comes later."""
-    found = [ok(DISTRIBUTION, metadata.version(DISTRIBUTION))]
+    found = [ok(extra.DISTRIBUTION, metadata.version(extra.DISTRIBUTION))]
     for name in names:
         if name == "triton" and platform.system() != "Linux":
             continue
@@ -70,7 +68,9 @@ def packages(names: Sequence[str] = ("torch", "triton", "ray", "transformers")) 
             found.append(ok(name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             found.append(
-                failed(name, "not installed: this machine plans, and cannot train", INSTALL)
+                failed(
+                    name, "not installed: this machine plans, and cannot train", extra.command()
+                )
             )
     return found
 
@@ -129,7 +129,7 @@ def kernels(gpus: Sequence[tuple[str, int]], run: Run = run) -> list[Finding]:
     installation may end it in any way.
     """
     if importlib.util.find_spec("torch") is None:
-        return [unknown("kernels", "PyTorch is not installed", INSTALL)]
+        return [unknown("kernels", "PyTorch is not installed", extra.command())]
     backends = ("triton", "torch") if gpus else ("torch",)
     argv = [sys.executable, "-m", "msa_kernels.check", "--output=json"]
     argv += [f"--backend={name}" for name in backends]
@@ -144,7 +144,9 @@ def kernels(gpus: Sequence[tuple[str, int]], run: Run = run) -> list[Finding]:
         found = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip() or f"ended with {done.returncode}").splitlines()[-1]
-        return [failed("kernels", f"the check broke: {last}", f"{INSTALL} again, or {again}")]
+        return [
+            failed("kernels", f"the check broke: {last}", f"{extra.command()} again, or {again}")
+        ]
     return [_gpus(gpus, found), _attention(found, again)]
 
 
