@@ -25,7 +25,7 @@ from msa_kernels.pattern import (
     Union,
 )
 from msa_kernels.placement import Placement
-from msa_kernels.plan import Align, Request
+from msa_kernels.plan import Align, Request, holds_no_values
 
 backends.preload()
 
@@ -121,7 +121,9 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
     and whatever is not floating point as they are."""
     device = tensor.device.type
     wide = tensor.dtype == torch.float64 or not tensor.is_floating_point()
-    if wide or not torch.is_autocast_enabled(device):
+    # A device without autocast, as "meta" is one, cannot be asked whether it is on.
+    known = torch.amp.is_autocast_available(device)
+    if wide or not known or not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 
@@ -275,9 +277,23 @@ def _check_integers(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must be int32 or int64, found {tensor.dtype}")
 
 
-@lru_cache(maxsize=64)
 def _ids(documents: Documents, batch: int) -> torch.Tensor:
+    """Ids (B, S) on the CPU, one tensor for equal documents, which is read once."""
+    if torch.compiler.is_compiling() or holds_no_values():
+        return _made_ids(documents, batch)
+    return _kept_ids(documents, batch)
+
+
+@lru_cache(maxsize=64)
+def _kept_ids(documents: Documents, batch: int) -> torch.Tensor:
     # Kept for later calls, which may train: an inference tensor could not be saved for backward.
     with torch.inference_mode(False):
-        lengths = torch.tensor(documents.lengths)
-        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).expand(batch, -1)
+        return _made_ids(documents, batch)
+
+
+def _made_ids(documents: Documents, batch: int) -> torch.Tensor:
+    lengths = torch.tensor(documents.lengths, device="cpu")
+    numbers = torch.arange(len(documents.lengths), device="cpu")
+    # Where tensors hold no values, nor does their sum.
+    ids = torch.repeat_interleave(numbers, lengths, output_size=documents.total)
+    return ids.expand(batch, -1)

@@ -160,7 +160,9 @@ def _mark(value: Any) -> str:
         return value.mark
     if isinstance(value, tuple) and all(isinstance(item, Pattern) for item in value):
         return ", ".join([item.mark for item in value])
-    # Rows of a block list: as text they would be megabytes.
+    if isinstance(value, Documents):
+        value = value.lengths
+    # Rows of a block list, lengths of documents: as text they would be megabytes.
     return f"{hash(value):x}" if isinstance(value, tuple) else repr(value)
 
 

@@ -152,8 +152,17 @@ class PartPlan:
             if key not in self._kept:
                 # Later calls may train, and autograd refuses tensors of inference mode.
                 with torch.inference_mode(False):
-                    self._kept[key] = make()
+                    made = make()
+                if holds_no_values():
+                    return made
+                self._kept[key] = made
             return self._kept[key]
+
+
+def holds_no_values() -> bool:
+    """Whether tensors that are made now are pretended ones, of shapes alone (FakeTensorMode): a
+    call that computes later must not find them."""
+    return type(torch.empty(0, device="cpu")) is not torch.Tensor
 
 
 GradDtypes = tuple[torch.dtype, torch.dtype]

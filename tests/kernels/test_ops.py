@@ -10,11 +10,21 @@ from msa_kernels.attention import msa_attention
 from msa_kernels.backend import BackendError
 from msa_kernels.encoding import KEPT, decode
 from msa_kernels.module import MsaAttention
-from msa_kernels.pattern import BlockList, Dense, Dilated, Pattern, PerHead, SinkWindow, Window
+from msa_kernels.pattern import (
+    BlockList,
+    Dense,
+    Dilated,
+    Documents,
+    Pattern,
+    PerHead,
+    SinkWindow,
+    Window,
+)
 from msa_kernels.placement import Placement
 from msa_kernels.testing import seen_pairs
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -210,3 +220,45 @@ def test_kernels_launch_where_their_tensors_are() -> None:
     assert isinstance(second, torch.cuda.device)
     assert second.idx == 1
     assert not isinstance(ops.launching_on(torch.device("cpu")), torch.cuda.device)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_documents_by_length_compile_without_breaks(dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    x, pattern, documents = torch.randn(2, 20, 2, 8), SinkWindow(5, 2), Documents((7, 13))
+    packed = pattern & documents
+    wanted = msa_attention(x, x, x, packed)
+
+    for attend in (
+        lambda t: msa_attention(t, t, t, pattern, documents=documents),
+        lambda t: msa_attention(t, t, t, pattern & documents),
+        lambda t: msa_attention(t, t, t, packed),
+    ):
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        torch.testing.assert_close(compiled(x), wanted)
+
+
+@pytest.mark.parametrize("documents", [None, Documents((3, 5))])
+@pytest.mark.parametrize("backend", ["auto", "flex"])
+def test_tensors_without_values_have_shapes_and_leave_nothing(
+    backend: str, documents: Documents | None
+) -> None:
+    """A model is planned on the meta device or under a fake mode, and then runs."""
+    where = {"backend": backend, "documents": documents}
+    meta = torch.empty(1, 8, 2, 16, device="meta")
+    if backend == "auto":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = msa_attention(meta, meta, meta, Window(3), documents=documents)
+        assert isinstance(out, torch.Tensor)
+        assert (out.shape, out.device.type) == (meta.shape, "meta")
+    if documents is None or backend == "auto":
+        with FakeTensorMode():
+            fake = torch.empty(1, 8, 2, 16)
+            out = msa_attention(fake, fake, fake, Window(3), **where)
+        assert isinstance(out, FakeTensor)
+        assert out.shape == fake.shape
+    q = torch.randn(1, 8, 2, 16)
+    found = msa_attention(q, q, q, Window(3), **where)
+    ids = torch.tensor([[0] * 8 if documents is None else [0] * 3 + [1] * 5])
+    wanted = msa_attention(q, q, q, Window(3), backend="torch", documents=ids)
+    torch.testing.assert_close(found, wanted)
