@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,26 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from msa_kernels.pattern import Columns, Dense, Dilated, Pattern, PerHead, SinkWindow, Window
+from msa_kernels import fused
+from msa_kernels import ops as one_rank
+from msa_kernels.attention import msa_attention
+from msa_kernels.pattern import (
+    Columns,
+    Dense,
+    Dilated,
+    Pattern,
+    PerHead,
+    SinkWindow,
+    Union,
+    Window,
+)
 from msa_kernels.tiled import TorchTiles
 from msa_operator.planner import exchange as planned
 from msa_operator.planner.context import price_layouts
 from msa_operator.planner.layouts import possible_layouts, shares
+from msa_operator.planner.memory import partial_bytes
+from msa_operator.planner.modelspec import model_shape
+from msa_operator.planner.presets import PRESETS
 from msa_workloads.context import ops
 from msa_workloads.context.attention import ContextPlan, Options, context_attention
 from msa_workloads.context.commplan import comm_plan
@@ -106,6 +121,8 @@ class Watched(Alive):
     RAW = {  # noqa: RUF012
         torch.ops.msa.context_attention.default: ops.attention._init_fn,
         torch.ops.msa.context_attention_backward.default: ops.attention_backward._init_fn,
+        torch.ops.msa.attention.default: one_rank.attention._init_fn,
+        torch.ops.msa.attention_backward.default: one_rank.attention_backward._init_fn,
     }
 
     def __init__(self) -> None:
@@ -202,6 +219,30 @@ def test_estimates_are_near_what_is_alive(ranks: int):
     }
     # Of what is left out, merged log-sum-exps are most: a thirtieth of the queries in this size.
     assert {name: round(r, 3) for name, r in ratios.items() if not 0.96 <= r <= 1.1} == {}
+
+
+@pytest.mark.parametrize(
+    "pattern", [Window(33), Union((Window(33), Dilated(4, 12))), Union((Dense(), Dilated(4)))],
+    ids=str,
+)  # fmt: skip
+def test_gradients_of_a_pattern_s_parts_are_counted(pattern: Pattern):
+    alive, dtype = Watched(), torch.bfloat16
+    with ExitStack() as stack:
+        for where, name in (
+            (TorchTiles, "forward"), (TorchTiles, "backward"), (fused, "row_delta"),
+            (fused, "merge"),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(where, name, alive.quiet(getattr(where, name))))
+        stack.enter_context(alive)
+        q, k, v = Layer.apply(torch.zeros(1, requires_grad=True), dtype)  # type: ignore
+        loss = Product.apply(msa_attention(q, k, v, pattern))
+        del q, k, v
+        loss.backward()  # type: ignore[union-attr]
+    shape = replace(model_shape(PRESETS["llama-3.1-8b"]), heads=QUERIES, kv_heads=KEYS)
+    each = planned.token_bytes((QUERIES, KEYS), SIZE, dtype.itemsize)
+    alone = 2 * (each.query + 2 * each.key + each.query + 4 * QUERIES)
+    parts = partial_bytes(shape, pattern) * QUERIES * SIZE
+    assert ROWS * (alone + parts) == pytest.approx(alive.most, rel=0.01)
 
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {

@@ -20,7 +20,14 @@ from msa_operator.planner.context import ContextChoice, Heads, choose, price_lay
 from msa_operator.planner.degrees import divisors
 from msa_operator.planner.exchange import NONE, ROUNDED, Exchange, Ranks, Weights, held
 from msa_operator.planner.hardware import MIB, Machine
-from msa_operator.planner.memory import GPU_RESERVE, HOST_SHARE, Needs, RankMemory, needs
+from msa_operator.planner.memory import (
+    GPU_RESERVE,
+    HOST_SHARE,
+    Needs,
+    RankMemory,
+    needs,
+    partial_bytes,
+)
 from msa_operator.planner.request import Request
 from msa_operator.planner.runtime import Runtime
 from msa_operator.planner.splits import Split
@@ -237,7 +244,7 @@ class Fitting:
         if key not in self._needs:
             self._needs[key] = needs(
                 shape, mesh.tensor, memory, precision, cpu=self.cpu,
-                backward=backends.BACKWARD_BYTES.get(self.request.backend, 0),
+                backward=self._backward(),
             )  # fmt: skip
         rank = self._needs[key].rank(
             mesh.data_shard * mesh.context, mesh.world_size > 1 or precision == "bf16",
@@ -277,6 +284,16 @@ class Fitting:
         whole, dense = flops.within(shape, Dense()), len(self.request.dense_layers)
         kinds = ((sparse, shape.layers - dense), (Counter({whole: shape.kv_heads}), dense))
         return tuple((tuple(heads.items()), layers) for heads, layers in kinds if layers)
+
+    def _backward(self) -> float:
+        """Bytes that attention holds in backward for each number of a layer's queries, beside its
+        gradients: what the backend needs, and the gradients of the parts of a pattern."""
+        apart = 0.0
+        for heads, _ in self._kinds():
+            total = sum(count for _, count in heads)
+            each = (count / total * partial_bytes(self.request.shape, p) for p, count in heads)
+            apart = max(apart, *each)
+        return apart + backends.BACKWARD_BYTES.get(self.request.backend, 0)
 
     def _weights(self) -> Weights:
         """Key/value heads of all layers by pattern."""

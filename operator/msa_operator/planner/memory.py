@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from msa_kernels.pattern import Pattern
 from msa_workloads.runspec import MemorySpec, MeshSpec
 
 from msa_operator.planner.exchange import NONE, Exchange
 from msa_operator.planner.modelspec import ModelShape
+from msa_operator.planner.runtime import is_learned
 
 ALLOCATOR = 1.1
 """What PyTorch's caching allocator cannot use of what it holds; see docs/planner.md."""
@@ -123,7 +125,7 @@ def token_bytes(
         heads_upcast = (query + pair / 2) / width * upcast if shape.qk_norm else 0
         kept = norms + normalised + heads + heads_upcast + attention + 4 * inner
         # Delta is formed from copies of the output and of its gradient in fp32.
-        apart = 2 * residual + query + query + pair + 2 * query / width * upcast
+        apart = 2 * residual + query + query + pair + (2 * upcast + backward) * query / width
         working = 2 * residual + 3 * inner + (2 * hidden if split else 0)
         tile = 4 * inner
     # Logits of the chunk become their own gradient; over tensor ranks and on CPUs they are
@@ -141,6 +143,13 @@ def token_bytes(
         logits=logits,
         hidden=hidden / tensor,
     )
+
+
+def partial_bytes(shape: ModelShape, pattern: Pattern) -> float:
+    """For each number of the queries: gradients of the parts of one head's pattern, in fp32, all
+    of which are there before they are added up; none of a pattern of one part."""
+    parts = 1 if is_learned(pattern) else len(pattern.parts())
+    return parts * (4 + 8 * shape.kv_heads / shape.heads) if parts > 1 else 0.0
 
 
 def local_parameters(shape: ModelShape, tensor: int) -> tuple[float, float]:
