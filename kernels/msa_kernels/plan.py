@@ -14,7 +14,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -379,7 +379,7 @@ def _part_plan(part: Part, queries: Runs, keys: Runs) -> PartPlan:
         return PartPlan(part, _shrunk(queries, fold), _shrunk(keys, fold))
     q_order, folded_queries = _permuted(queries, fold)
     k_order, folded_keys = (q_order, folded_queries) if keys is queries else _permuted(keys, fold)
-    return PartPlan(part, folded_queries, folded_keys, q_order, k_order)
+    return PartPlan(part, *_renumbered(folded_queries, folded_keys), q_order, k_order)
 
 
 def _even(runs: Runs, fold: int) -> bool:
@@ -400,19 +400,31 @@ def _permuted(runs: Runs, fold: int) -> tuple[NDArray[np.int64], Runs]:
 
     Rows in no run come last, so that the order is a permutation of all rows.
     """
-    residue = np.arange(fold)[None, :]
-    skip = (residue - runs.position[:, None]) % fold
-    count = np.maximum(0, -((skip - runs.length[:, None]) // fold))
-    document = runs.document[:, None] * fold + residue
-    first_row = runs.begin[:, None] + skip
-    position = (runs.position[:, None] + skip) // fold
-    keep = np.flatnonzero(count.reshape(-1))
-    keep = keep[np.argsort(document.reshape(-1)[keep], kind="stable")]
-    count, first_row = count.reshape(-1)[keep], first_row.reshape(-1)[keep]
+    # Only residues that occur: a run of a few rows has as few of them, whatever the fold.
+    classes = np.minimum(runs.length, fold)
+    of = np.repeat(np.arange(len(classes)), classes)
+    skip = np.arange(len(of)) - (np.cumsum(classes) - classes)[of]
+    position = runs.position[of] + skip
+    document = runs.document[of] * fold + position % fold
+    by = np.argsort(document, kind="stable")
+    count = -((skip - runs.length[of]) // fold)[by]
+    first_row = (runs.begin[of] + skip)[by]
     begin = np.cumsum(count) - count
     run = np.repeat(np.arange(len(count)), count)
     order = first_row[run] + (np.arange(len(run)) - begin[run]) * fold
     outside = np.ones(runs.rows, bool)
     outside[order] = False
-    folded = Runs(begin, count, position.reshape(-1)[keep], document.reshape(-1)[keep], runs.rows)
+    folded = Runs(begin, count, position[by] // fold, document[by], runs.rows)
     return np.concatenate([order, np.flatnonzero(outside)]), folded
+
+
+def _renumbered(queries: Runs, keys: Runs) -> tuple[Runs, Runs]:
+    """The same documents by their rank: residue classes that do not occur leave gaps between
+    numbers, which would not fit 32 bits. Documents ascend."""
+    if keys is queries:
+        changes = np.diff(queries.document, prepend=queries.document[:1]) != 0
+        same = replace(queries, document=np.cumsum(changes))
+        return same, same
+    every = np.union1d(queries.document, keys.document)
+    numbers = [np.searchsorted(every, side.document) for side in (queries, keys)]
+    return replace(queries, document=numbers[0]), replace(keys, document=numbers[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -242,3 +243,20 @@ def test_documents_of_inference_mode_are_read_once() -> None:
         assert Placement(ids).runs(3, 3)[0] is first[0]
         ids.fill_(0)
         assert Placement(ids).runs(3, 3)[0].length.tolist() == [3]
+
+
+@pytest.mark.parametrize("rate", [7, 10**9, sys.maxsize])
+def test_a_rate_beyond_every_document_lists_only_residues_that_occur(rate: int) -> None:
+    """Queries see themselves; a plan has no more runs than rows, and its numbers fit 32 bits."""
+    lengths = np.repeat(np.arange(400), 5)[None]
+    packed_runs = packed(lengths)
+    shifted = varlen(np.array([0, 3, 9]), np.array([0, 5, 9]))
+    for queries, keys in ((packed_runs, packed_runs), whole(5, 5), shifted):
+        parts = plan(Dilated(rate), queries, keys)
+        total = np.zeros((queries.rows, keys.rows), int)
+        for part in parts:
+            assert len(part.queries.begin) <= queries.rows
+            assert part.queries.document.max() < queries.rows + keys.rows
+            total += pairs_of_part(part, total.shape)
+        seen = seen_pairs(Dilated(rate).allows, queries, keys)
+        assert np.array_equal(total, seen.astype(int))
