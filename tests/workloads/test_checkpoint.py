@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msa_workloads.checkpoint import MARKER, Marker, folder_name, newest_complete, spec_hash
+from msa_workloads.checkpoint import (
+    MARKER,
+    Marker,
+    cut_short,
+    folder_name,
+    newest_complete,
+    spec_hash,
+)
 from msa_workloads.runspec import RunSpec
 from msa_workloads.storage import CommitConflict, S3Store, open_store
 
@@ -139,6 +146,7 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(
     marker = newest_complete(store)
     assert marker is not None
     assert (marker.step, marker.next_sample) == (2, 20)
+    assert cut_short(store) == [folder_name(4)]
     # Saving step 4 again clears what was left of it, and only then is step 2 dropped.
     (Path(spec.checkpoint.uri) / folder_name(4) / "stale.distcp").write_text("left over")
     on_ranks(save_steps, 1, spec=spec.to_json(), steps=[4])
@@ -162,6 +170,7 @@ def save_and_prune(spec: str) -> list[Any]:
     data = next((root / folder_name(6)).glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
     seen.append(newest_complete(store).step)  # type: ignore[union-attr]
+    assert cut_short(store) == [folder_name(6)]
     (root / folder_name(4) / MARKER).write_text("{")
     seen.append(newest_complete(store))
     save(trained, 8)

@@ -49,6 +49,39 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_stays(
     assert left.count("complete.json") == 1 and "complete.json" in left.split("step-00000004")[0]
 
 
+def test_a_full_disk_is_known_however_pytorch_puts_it(tmp_path: Path):
+    if not mounts(tmp_path):
+        pytest.skip("this machine lets nobody mount a small disk")
+    (tmp_path / "try.py").write_text(FILL)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        [*NAMESPACE, "2m", str(disk), sys.executable, str(tmp_path / "try.py"), str(disk)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "RuntimeError: saving: rank 0: RuntimeError: unexpected pos 704 vs 598",
+        f"StorageError: saving: {disk}: No space left on device; make room, or keep fewer "
+        "(checkpoint.keep), and resume from the checkpoint before it",
+    ], done.stderr
+
+
+FILL = """
+import os, sys
+from msa_workloads.space import checkpoint_errors
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+for fill in (0, 3 << 19):
+    with open(os.path.join(sys.argv[1], "file"), "wb") as file:
+        file.write(bytes(fill))
+    try:
+        with checkpoint_errors("saving", sys.argv[1]):
+            error = RuntimeError("unexpected pos 704 vs 598")
+            raise CheckpointException("write", {0: _wrap_exception(error)})
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
 def wrapped(error: BaseException) -> WRAPPED_EXCEPTION:
     import traceback
 

@@ -118,6 +118,14 @@ def newest_complete(store: Store) -> Marker | None:
     return None
 
 
+def cut_short(store: Store) -> list[str]:
+    """Folders of checkpoints newer than the newest whole one: saves that were cut off, and what
+    lost files or parts of them since."""
+    marker = newest_complete(store)
+    whole = marker.folder if marker else ""
+    return [name for name in store.folders() if name.startswith("step-") and name > whole]
+
+
 class Checkpointer:
     """Saves and loads the state of one run. All methods are collective: every rank calls them."""
 

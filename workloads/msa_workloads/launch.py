@@ -25,7 +25,7 @@ from msa_kernels.backend import BackendError
 from rich.console import Console
 
 from msa_workloads.board import BoardChannel, BoardSink, start_board, take
-from msa_workloads.checkpoint import CheckpointError, newest_complete
+from msa_workloads.checkpoint import CheckpointError, cut_short, newest_complete
 from msa_workloads.cluster import Cluster, ray_cluster, worker_environment
 from msa_workloads.control_stacks import Watch
 from msa_workloads.control_worker import RankControl
@@ -313,7 +313,8 @@ def saved_orders(uri: str) -> dict[int, Order] | None:
 
 def _check_checkpoints(spec: RunSpec, resume: bool, console: Console) -> int:
     """The step of the newest whole checkpoint, or 0."""
-    marker = newest_complete(open_store(spec.checkpoint.uri))
+    store = open_store(spec.checkpoint.uri)
+    marker = newest_complete(store)
     if marker is not None and not resume:
         raise CheckpointError(
             f"{spec.checkpoint.uri} already holds a checkpoint of step {marker.step}; continue "
@@ -323,6 +324,8 @@ def _check_checkpoints(spec: RunSpec, resume: bool, console: Console) -> int:
         console.print(
             f"no whole checkpoint in {spec.checkpoint.uri}: starting at step 0", highlight=False
         )
+    if resume and (left := cut_short(store)):
+        console.print(f"not whole, so left out: {', '.join(left)}", highlight=False)
     return marker.step if marker else 0
 
 

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
+LEAST = 1 << 20
+"""Bytes; a disk on which a save failed and that has less is taken to be full."""
+
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -33,11 +36,22 @@ def checkpoint_errors(doing: str, uri: str) -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, OSError) and cause.errno in FULL | CLOSED:
             raise StorageError(_way_out(doing, uri, cause)) from cause
+        if _is_full(uri):
+            raise StorageError(_way_out(doing, uri, OSError(errno.ENOSPC, ""))) from cause
         raise RuntimeError(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause
     except OSError as error:
         if error.errno in FULL | CLOSED:
             raise StorageError(_way_out(doing, uri, error)) from error
         raise
+
+
+def _is_full(uri: str) -> bool:
+    """PyTorch's own writer says of a full disk only that it is not where it should be."""
+    try:
+        disk = os.statvfs(uri)
+    except OSError:  # s3://, or gone
+        return False
+    return disk.f_bavail * disk.f_frsize < LEAST
 
 
 def _way_out(doing: str, uri: str, error: OSError) -> str:
