@@ -223,7 +223,10 @@ def seen(
             rule_values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, QUERIES_DOWN,
         )  # fmt: skip
     else:
-        position, document = token(at + column, count, start, positions, documents, -1, SIMPLE)
+        ABSENT: tl.constexpr = -1 if QUERIES_DOWN else -2
+        position, document = token(
+            at + column, count, start, positions, documents, ABSENT, SIMPLE
+        )  # fmt: skip
         ok = allowed(
             row[:, None], FAR, position[None, :], 0, FAR, row_first, start + at, rule_values,
             table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, QUERIES_DOWN,
