@@ -222,3 +222,12 @@ def test_folders_with_spaces_are_written_as_in_addresses(here: Path, launched: L
     assert result.exit_code == 0, result.stderr
     assert launched[0][0].model.source == launched[0][0].model.tokenizer == f"{here}/my model"
     assert (here / "my checkpoints" / ".lock").exists()
+
+
+def test_interrupted_commands_end_with_130(here: Path, monkeypatch: pytest.MonkeyPatch):
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["msa_operator.cli.plan"], "resolve", stop)
+    result = msa("plan", write(here))
+    assert result.exit_code == 130 and result.stderr == "error: interrupted\n"

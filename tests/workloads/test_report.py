@@ -61,6 +61,15 @@ def test_the_report_is_one_safe_file(make_spec: Callable[..., RunSpec]) -> None:
     assert summary["versions"]["torch"] != "not installed"
 
 
+def test_dense_layers_and_a_resume_are_on_record(make_spec: Callable[..., RunSpec]) -> None:
+    spec = make_spec(attention={"dense_layers": (0, 1)})
+    resumed = {**outcome(3), "resumed_from_step": 2}
+    summary = write_report(spec, resumed, wall_seconds=1.0, restarts=0)
+    html = (Path(spec.output) / "report.html").read_text()
+    assert summary["dense_layers"] == [0, 1] and "Layers 0-1 keep dense attention" in html
+    assert "0:01 since it was resumed, 0:02 in steps from the first one on" in html
+
+
 def test_the_report_says_what_was_asked_for_and_what_ran(
     make_spec: Callable[..., RunSpec],
 ) -> None:

@@ -16,7 +16,7 @@ import jinja2
 import numpy as np
 from msa_kernels.pattern import Pattern, PatternError, PerHead, from_dict
 
-from msa_workloads.display import summary_lines
+from msa_workloads.display import spans, summary_lines
 from msa_workloads.progress import METRICS
 from msa_workloads.runspec import RunSpec
 
@@ -80,6 +80,7 @@ def summarise(
         "restarts": restarts,
         "seed": spec.training.seed,
         "pattern": spec.attention.pattern,
+        "dense_layers": list(spec.attention.dense_layers),
         "backend": spec.attention.backend,
         "plan": spec.plan,
         "versions": versions(),
@@ -112,6 +113,7 @@ def render(spec: RunSpec, summary: dict[str, Any], history: list[dict[str, Any]]
         lines=summary_lines(summary),
         loss=_loss_picture(summary, history),
         patterns=_pattern_pictures(spec),
+        dense=spans(sorted(spec.attention.dense_layers)),
         plan=[(key, _plain(value)) for key, value in chosen.items()],
         rejected=[(item["plan"], item["reason"]) for item in rejected],
         versions=summary["versions"],
@@ -207,6 +209,7 @@ td, code { overflow-wrap: anywhere; }
 <h2>Attention pattern</h2>
 {% for p in patterns %}<p><code>{{ p.title }}</code> <span class="note">{{ p.note }}</span></p>
 {{ p.svg | safe }}{% endfor %}
+{% if dense %}<p>Layers {{ dense }} keep dense attention, counted from 0.</p>{% endif %}
 <h2>Plan</h2>
 {% if plan %}<table>{% for key, value in plan %}<tr><td>{{ key }}</td><td>{{ value }}</td></tr>
 {% endfor %}</table>{% else %}<p class="note">This run was started without a plan.</p>{% endif %}

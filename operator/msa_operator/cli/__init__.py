@@ -23,7 +23,19 @@ from msa_operator.cli.wait import wait
 __all__ = ["cli", "main", "plugin"]
 
 
+class Commands(click.Group):
+    """Ends with 130 on Ctrl-C, as shells expect, where a command does not say more itself."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("error: interrupted", err=True)
+            ctx.exit(130)
+
+
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99},
     epilog="Exit codes: 0 done; 1 the run or a check failed; 2 the file, a flag or the data "
     "cannot be used; 3 a package is missing; 4 the cluster cannot be used; 124 not in time; 130 "
