@@ -18,7 +18,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from msa_kernels.rules import FARTHEST, Part, Rule, any_allows, lower, union_pairs, union_row
+from msa_kernels.pairs import union_pairs
+from msa_kernels.rules import FARTHEST, Part, Rule, any_allows, lower, union_row
 
 
 class PatternError(ValueError):

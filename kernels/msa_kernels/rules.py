@@ -274,98 +274,6 @@ def union_row(rules: Iterable[Rule], i: int, n: int) -> int:
     return bits
 
 
-def union_pairs(rules: tuple[Rule, ...], n: int) -> int:
-    """Exact number of pairs that any of ``rules`` allows among ``n`` positions.
-
-    In closed form where the parts are disjoint bands, sinks or one block list. Otherwise counts
-    row by row, but only until the pattern has settled and two periods have passed; from there
-    each residue class of rows grows by a constant per period, which sums in closed form.
-    """
-    closed = _closed_pairs(rules, n)
-    if closed is not None:
-        return closed
-    if any(r.lo is None or r.lo < 0 or r.table is not None for r in rules):
-        return sum(union_row(rules, i, n).bit_count() for i in range(n))
-    period = math.lcm(*(r.period for r in rules))
-    # From here on no row's near part touches the sinks of any rule.
-    settled = max((r.reach for r in rules), default=0) + max(
-        (r.sinks or 0 for r in rules), default=0
-    )
-    settled = -(-settled // period) * period
-    explicit = min(n, settled)
-    total = sum(union_row(rules, i, n).bit_count() for i in range(explicit))
-    for first in range(explicit, min(n, settled + period)):
-        terms = -(-(n - first) // period)
-        base = union_row(rules, first, first + 1).bit_count()
-        grown = union_row(rules, first + period, first + period + 1).bit_count()
-        total += terms * base + (grown - base) * terms * (terms - 1) // 2
-    return total
-
-
-def _closed_pairs(rules: tuple[Rule, ...], n: int) -> int | None:
-    if len(rules) == 1 and rules[0].table is not None:
-        return _table_pairs(rules[0], n)
-    total = 0
-    for part in lower(rules):
-        bands = [Rule(r.lo, r.hi, r.step, r.sinks) for r in part.rules]
-        apart = all(
-            _precedes(a, b) or _precedes(b, a) for a, b in itertools.combinations(bands, 2)
-        )
-        if part.minus or not apart or bands != list(part.rules):
-            return None
-        if any(r.sinks is not None and (r.step > 1 or r.lo is None or r.lo < 0) for r in bands):
-            return None
-        rows, longer = divmod(n, part.fold)
-        for rule in bands:
-            total += longer * _band_pairs(rule, rows + 1) + (part.fold - longer) * _band_pairs(
-                rule, rows
-            )
-    return total
-
-
-def _table_pairs(rule: Rule, n: int) -> int | None:
-    """Whole blocks, and triangles on the diagonal when causal."""
-    assert rule.table is not None
-    size, rows = rule.table
-    if rule not in (Rule(table=rule.table), Rule(lo=None, table=rule.table)):
-        return None
-    total = 0
-    for q, keys in enumerate(rows):
-        height = min(size, n - q * size)
-        if height <= 0:
-            break
-        for k in keys:
-            if rule.lo is None or k < q:
-                total += height * max(0, min(size, n - k * size))
-            elif k == q:
-                total += height * (height + 1) // 2
-    return total
-
-
-def _band_pairs(rule: Rule, n: int) -> int:
-    """Pairs at distance d number n - |d|: an arithmetic series on either side of zero.
-
-    With sinks, pairs of the key range ``[0, sinks)``: all of them but those among later keys.
-    """
-    if rule.sinks is not None and rule.sinks < n:
-        band = replace(rule, sinks=None)
-        return _band_pairs(band, n) - _band_pairs(band, n - rule.sinks)
-    low = 1 - n if rule.lo is None else max(rule.lo, 1 - n)
-    high = n if rule.hi is None else min(rule.hi, n)
-
-    def below(distance: int) -> int:
-        """Pairs at the multiples of ``step`` in ``[0, distance)``."""
-        terms = -(-max(0, distance) // rule.step)
-        return terms * n - rule.step * terms * (terms - 1) // 2
-
-    if low >= high:
-        return 0
-    if low >= 0:
-        return below(high) - below(low)
-    backward = below(1 - low) - n
-    return below(high) + backward if high > 0 else backward - (below(1 - high) - n)
-
-
 def interval(start: int, stop: int) -> int:
     """Bits ``start <= b < stop``."""
     return ((1 << (stop - start)) - 1) << start if stop > start else 0
@@ -393,11 +301,6 @@ def _column_bits(length: int, count: int, n: int) -> int:
     return functools.reduce(
         lambda bits, c: bits | progression(c, n, length), range(length - count, length), 0
     )
-
-
-def _precedes(a: Rule, b: Rule) -> bool:
-    """Every distance that ``a`` allows is shorter than any that ``b`` does."""
-    return a.hi is not None and _at_least(b.lo, a.hi)
 
 
 def _at_least(value: int | None, bound: int | None) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msa_kernels.pairs import union_pairs
 from msa_kernels.pattern import (
     Block,
     BlockList,
@@ -30,7 +31,7 @@ from msa_kernels.pattern import (
     Window,
     from_dict,
 )
-from msa_kernels.rules import FARTHEST, Rule
+from msa_kernels.rules import FARTHEST, Rule, any_allows
 from msa_kernels.testing import patterns
 
 LENGTHS = st.integers(1, 300)
@@ -101,6 +102,13 @@ def test_numbers_beyond_every_position_change_nothing(rule: Rule) -> None:
     assert all(k * size < end for row in rows for k in row)
 
 
+@settings(deadline=None, max_examples=1000)
+@given(st.lists(rules(), max_size=4), st.integers(0, 50))
+def test_pairs_of_any_rules_equal_the_count(union: list[Rule], n: int) -> None:
+    seen = sum(bool(any_allows(union, i, j)) for i in range(n) for j in range(n))
+    assert union_pairs(union, n) == seen
+
+
 def test_parts_hold_no_number_larger_than_a_position() -> None:
     assert Window(FARTHEST).parts() == Window(1 << 70).parts() == Dense().parts()
     assert Dense().limited(1 << 32).parts() == Dense().parts()
@@ -152,6 +160,17 @@ def test_large_counts_are_exact_and_closed() -> None:
     assert Window(8192).pairs(n) == n * 8192 - 8192 * 8191 // 2
     strided = Strided(128, "union")
     assert strided.pairs(n) == Window(128).pairs(n) + Dilated(128).pairs(n) - n
+    length = n // 4
+    assert Block(length).pairs(n) == 4 * Dense().pairs(length)
+    columns = 4 * 1024 * 1025 // 2 + (3 + 2 + 1) * 1024 * length
+    assert Columns(length, 1024).pairs(n) == columns
+    last = 4 * 1024 * 1025 // 2  # of its own block a query sees columns in the last tokens only
+    fixed = Fixed(length, 1024, "union").pairs(n)
+    assert fixed == Block(length).pairs(n) + columns - last
+    # Two rules that share no period below a million: once counted row by row.
+    assert Union((Block(1009), Columns(997, 3))).pairs(n) == 2_180_545_153
+    lists = BlockList(1024, tuple((q,) for q in range(128)))
+    assert Union((Window(512), lists)).pairs(1 << 17) == 83_788_032
 
 
 @pytest.mark.parametrize(
