@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -585,56 +585,6 @@ def from_dict(raw: object, path: str = "") -> Pattern:
 
     Raises :class:`PatternError` whose ``path`` leads to the offending field.
     """
-    if not isinstance(raw, Mapping):
-        raise PatternError(path, f"must be a mapping with a type, found {raw!r}")
-    name = raw.get("type")
-    build = KINDS.get(str(name)) or SHORTHANDS.get(str(name))
-    if build is None:
-        known = ", ".join(sorted((*KINDS.keys() - {"Limited"}, *SHORTHANDS)))
-        raise PatternError(_join(path, "type"), f"found {name!r}, allowed: {known}")
-    known_fields = _FIELDS[str(name)]
-    values: dict[str, Any] = {}
-    for key, value in raw.items():
-        if key == "type":
-            continue
-        if key not in known_fields:
-            raise PatternError(
-                _join(path, str(key)),
-                f"{name} has no such field; it has {', '.join(known_fields)}",
-            )
-        values[key] = _read(key, value, _join(path, key))
-    for key, required in known_fields.items():
-        if required and key not in values:
-            raise PatternError(_join(path, key), f"{name} needs it")
-    try:
-        return build(**values)
-    except PatternError as error:
-        raise PatternError(_join(path, error.path), error.problem) from None
+    from msa_kernels.described import read
 
-
-def _read(key: str, value: Any, path: str) -> Any:
-    if key == "members":
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise PatternError(path, f"must be a list of patterns, found {value!r}")
-        return tuple(from_dict(v, f"{path}[{n}]") for n, v in enumerate(value))
-    if key == "pattern":
-        return from_dict(value, path)
-    if key == "rows":
-        if not isinstance(value, Sequence) or not all(isinstance(r, Sequence) for r in value):
-            raise PatternError(path, f"must be a list of lists of block numbers, found {value!r}")
-        return tuple(tuple(row) for row in value)
-    return value
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
-
-
-_FIELDS: dict[str, dict[str, bool]] = {
-    name: {f.name: f.name not in ("causal",) and (name, f.name) != ("Dilated", "window")
-           for f in fields(kind)}
-    for name, kind in KINDS.items()
-} | {
-    "Strided": {"length": True, "heads": False},
-    "Fixed": {"length": True, "columns": True, "heads": False},
-}  # fmt: skip
+    return read(raw, path)
