@@ -179,11 +179,9 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads"
-            + (
-                "; dimensions 1 and 2 look swapped: the layout is (batch, sequence, heads, "
-                "head size), use transpose(1, 2)" if q.shape[2] > q.shape[1] else ""
-            )
-        )  # fmt: skip
+            "; the layout is (batch, sequence, heads, head size): use transpose(1, 2) where "
+            "heads come first"
+        )
     if q.shape[3] > MAX_HEAD_DIM:
         raise ValueError(
             f"head size {q.shape[3]} exceeds {MAX_HEAD_DIM}; supported: 1 to {MAX_HEAD_DIM} "
@@ -274,7 +272,7 @@ def _varlen(bounds: tuple[torch.Tensor, ...], batch: int, align: Align | None) -
 
 def _check_integers(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in (torch.int32, torch.int64, torch.int16):
-        raise ValueError(f"{name} must be int32 or int64, found {tensor.dtype}")
+        raise ValueError(f"{name} must be int16, int32 or int64, found {tensor.dtype}")
 
 
 def _ids(documents: Documents, batch: int) -> torch.Tensor:

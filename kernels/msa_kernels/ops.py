@@ -25,7 +25,11 @@ from msa_kernels.plan import Align, Request, TileKernel
 torch.compiler.assume_constant_result(Pattern.encoded)
 
 
-@torch.library.custom_op("msa::attention", mutates_args=())
+UNSAFE = (torch.Tag.cudagraph_unsafe,)
+"""A recorded graph would hold on to lists that are remembered, and forgotten, outside of it."""
+
+
+@torch.library.custom_op("msa::attention", mutates_args=(), tags=UNSAFE)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -70,7 +74,7 @@ def _(
     return out, q.new_empty((batch, heads, rows), dtype=engine.accumulator(q.dtype))
 
 
-@torch.library.custom_op("msa::attention_backward", mutates_args=())
+@torch.library.custom_op("msa::attention_backward", mutates_args=(), tags=UNSAFE)
 def attention_backward(
     q: Tensor,
     k: Tensor,

@@ -249,6 +249,17 @@ def test_numbers_beyond_32_bits_mean_what_they_say(size: int, backend: str) -> N
         torch.testing.assert_close(found, msa_attention(q, k, v, wanted, backend=backend))
 
 
+def test_the_oracle_has_gradients_of_the_lse_alone() -> None:
+    q, k, v = qkv(9, 9)
+    dlse = torch.randn(1, 4, 9)
+    found = reference(q, k, v, Window(3), dlse=dlse).grads
+    _, lse = msa_attention(q, k, v, Window(3), return_lse=True)
+    wanted = torch.autograd.grad(lse, (q, k), dlse)
+    assert found is not None
+    for one, other in zip(found, (*wanted, torch.zeros_like(v)), strict=True):
+        torch.testing.assert_close(one.float(), other, atol=1e-5, rtol=1e-5)
+
+
 def test_twenty_runs_are_bit_identical() -> None:
     tensors = qkv(200, 200)
 
