@@ -202,6 +202,8 @@ def refusal(name: str, request: Request) -> str | None:
 
 def resolve(request: Request, backend: str = "auto") -> Backend:
     """The implementation that runs ``request``; raises :class:`BackendError` with all reasons."""
+    if torch.compiler.is_compiling():
+        return _resolve(request, backend)  # A lock cannot be traced, and tracing happens once.
     # The answer holds as long as the same backends are loaded.
     key = (request, backend, *map(id, _loaded.values()))
     with _lock:

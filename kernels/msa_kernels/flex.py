@@ -13,12 +13,14 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from msa_kernels import engine
 from msa_kernels.backend import Direct
 from msa_kernels.blocks import TileLists
 from msa_kernels.merge import merge
+from msa_kernels.ops import attention
 from msa_kernels.pattern import Pattern
 from msa_kernels.placement import Placement
 from msa_kernels.plan import PartPlan, Request, plan
@@ -35,10 +37,21 @@ class Flex(Direct):
     def refuses(self, request: Request) -> str | None:
         return request.outside(self.name)
 
+    @torch.compiler.disable(
+        reason="backend='flex' makes its block lists on the host: outside of a graph"
+    )
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern,
         placement: Placement, scale: float, return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        if isinstance(q, FakeTensor):
+            # Lists would be fake too, and real calls would meet them in the plan: only shapes are
+            # asked for, and those of the operator are the same.
+            out, lse = attention(
+                q, k, v, pattern.encoded(), scale, placement.documents, placement.q_bounds,
+                placement.k_bounds, placement.align, "torch",
+            )  # fmt: skip
+            return out, lse if return_lse else None
         if not torch.is_grad_enabled():  # FlexAttention on a CPU looks at the tensors alone.
             q, k, v = q.detach(), k.detach(), v.detach()
         batch = q.shape[0]

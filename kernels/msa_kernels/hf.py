@@ -23,15 +23,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from msa_kernels import traced
 from msa_kernels.attention import Packing, check_pattern, msa_attention
 from msa_kernels.backend import BackendError
 from msa_kernels.pattern import Dense, Pattern, PerHead
 from msa_kernels.placement import remember
 from msa_kernels.rules import Rule
-from msa_kernels.saved import keep, kept
+from msa_kernels.saved import keep, kept, limited
+from msa_kernels.traced import check_padding, document_ids, read_mask
 
 NAME = "msa"
 """transformers takes every name that contains "flash" for its own FlashAttention."""
+UNSAID = 0
+"""The window of a layer that passes none, not even None."""
 DENSE = {True: Dense(), False: Dense(causal=False)}
 
 HARMLESS = frozenset({
@@ -51,7 +55,7 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SlidingMask:
     """What the mask interface hands to layers instead of a tensor, where there is something to
     say."""
@@ -59,6 +63,10 @@ class SlidingMask:
     window: int | None
     first: int = 0
     """The token of the first key: a sliding cache has let go of those before it."""
+    padding: torch.Tensor | None = None
+    """A padding mask whose values are not known yet, as a graph is traced."""
+    hidden: int = 0
+    """The model's window where the mask, as a graph is traced, does not show whether it has it."""
 
 
 def register() -> None:
@@ -119,7 +127,7 @@ def attention_forward(
     attention_mask: torch.Tensor | SlidingMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNSAID,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -138,9 +146,15 @@ def attention_forward(
     if pattern.causal != _causal(module, is_causal):
         kind = "causal" if _causal(module, is_causal) else "bidirectional"
         raise BackendError(f"the layer is {kind} and its pattern is not: {pattern}")
+    hidden = getattr(attention_mask, "hidden", 0)
+    if hidden and sliding_window == UNSAID:
+        raise BackendError(
+            f"a graph that is traced does not show whether this layer has the window of {hidden}; "
+            "pass an attention_mask of ones, which leaves the mask legible, or compile the layers"
+        )
     windows = [w for w in (sliding_window, getattr(attention_mask, "window", None)) if w]
     if windows:
-        pattern = pattern.limited(min(windows))
+        pattern = limited(pattern, min(windows))
     first: int = getattr(attention_mask, "first", 0)
     if first and not windows:
         raise BackendError(
@@ -153,10 +167,14 @@ def attention_forward(
         first = 0
     rows = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     backend = getattr(module, "msa_backend", "auto")
+    padding: torch.Tensor | None = getattr(attention_mask, "padding", None)
     if (attend := kwargs.get("msa_attend")) is not None:
+        if padding is not None:
+            check_padding(padding)
         return attend(*rows, pattern, scale=scaling, backend=backend), None
+    documents = _documents(query, key, first, padding, kwargs)
     out = msa_attention(
-        *rows, pattern, scale=scaling, documents=_documents(query, key, first, kwargs),
+        *rows, pattern, scale=scaling, documents=documents,
         align="bottom-right", backend=backend,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
@@ -178,16 +196,19 @@ def attention_mask(
 
     Causal, bidirectional and sliding-window masks pass, and a 2-D padding mask of ones.
     """
-    del batch_size, kwargs
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise BackendError(
-            "a padding mask that hides tokens is not implemented; pack the batch without padding "
-            "and pass msa_document_ids (padding as a document of its own), or attention_mask=None"
-        )
+    del batch_size
+    tracing = torch.compiler.is_compiling()
+    if attention_mask is not None and not tracing:
+        check_padding(attention_mask)
     if use_vmap:
         raise BackendError("the model adds a mask function of its own, which is not implemented")
     windows: set[int] = set()
-    _read_mask(mask_function, windows)
+    hidden = False
+    if tracing and mask_function is not None:
+        found, hidden = read_mask(mask_function)
+        windows.update(found)
+    else:
+        _read_mask(mask_function, windows)
     if kv_offset + kv_length != q_offset + q_length:
         raise BackendError(
             f"a cache whose last key is not the last token (a static one: keys {int(kv_offset)} "
@@ -197,12 +218,19 @@ def attention_mask(
         )
     # transformers also asks for masks that no layer of the model uses: those that cannot be are
     # refused where one does.
-    return SlidingMask(min(windows, default=None), kv_offset) if windows or kv_offset else None
+    window = min(windows, default=None)
+    if not tracing:
+        return SlidingMask(window, kv_offset) if windows or kv_offset else None
+    config = kwargs.get("config")
+    if hidden and getattr(config, "attention_chunk_size", None):
+        raise BackendError("attention in chunks is not implemented")
+    unsaid = getattr(config, "sliding_window", None) or 0 if hidden else 0
+    return SlidingMask(window, kv_offset, attention_mask, unsaid)
 
 
 def _read_mask(function: Callable[..., Any] | None, windows: set[int]) -> None:
     """Take a transformers mask function apart; raises at the first part that is not known."""
-    name = getattr(function, "__qualname__", repr(function))
+    name = getattr(function, "__qualname__", "without a name")
     if function is None or name in ("causal_mask_function", "bidirectional_mask_function"):
         return
     inner = _closure(function)
@@ -263,24 +291,37 @@ def _by_distance(pattern: Pattern) -> bool:
 
 
 def _documents(
-    query: torch.Tensor, key: torch.Tensor, first: int, kwargs: dict[str, Any]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    first: int,
+    padding: torch.Tensor | None,
+    kwargs: dict[str, Any],
 ) -> Packing | None:
     ids = kwargs.get("msa_document_ids")
     if ids is not None:
-        return ids
+        return ids if padding is None else traced.unpadded(ids, padding)
     q_bounds, k_bounds = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if q_bounds is not None:
+        if padding is not None:
+            check_padding(padding)
         return q_bounds, q_bounds if k_bounds is None else k_bounds
     positions = kwargs.get("position_ids")
     permuted = kwargs.get("msa_positions") is not None
     if positions is None or permuted:
+        if padding is not None:
+            check_padding(padding)
         return None
     cached = first + key.shape[2] - query.shape[2]
     if cached:
+        if padding is not None:
+            check_padding(padding)
         remember(positions, f"after {cached}", lambda: _goes_on(positions, cached))
         return None
     batch = query.shape[0]
-    return remember(positions, f"documents of {batch}", lambda: _from_positions(positions, batch))
+    if torch.compiler.is_compiling():
+        ids = traced.traced_document_ids(positions, batch)
+        return ids if padding is None else traced.unpadded(ids, padding)
+    return remember(positions, f"documents of {batch}", lambda: document_ids(positions, batch))
 
 
 def _goes_on(positions: torch.Tensor, cached: int) -> None:
@@ -291,24 +332,3 @@ def _goes_on(positions: torch.Tensor, cached: int) -> None:
             f"position ids do not go on from the {cached} tokens in the cache: packed documents "
             "with a cache are not implemented; use use_cache=False, or a cache for each document"
         )
-
-
-def _from_positions(positions: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Document ids (``batch``, S) of position ids that restart at 0; None when there is one
-    document per row."""
-    if positions.dim() != 2:
-        raise BackendError(
-            f"position ids of shape {tuple(positions.shape)} do not tell documents apart; "
-            "pass msa_document_ids"
-        )
-    step = torch.diff(positions, dim=1)
-    restarts = positions[:, 1:] == 0
-    if bool(((step != 1) & ~restarts).any()):
-        raise BackendError(
-            "position ids jump without restarting at 0: pass msa_document_ids for packed "
-            "documents, or msa_positions for a permuted sequence"
-        )
-    if not bool(restarts.any()):
-        return None
-    ids = torch.nn.functional.pad(restarts.cumsum(1), (1, 0)).to(torch.int32)
-    return ids.expand(batch, -1)

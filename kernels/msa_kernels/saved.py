@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from msa_kernels.backend import BackendError
+from msa_kernels.encoding import decode
 from msa_kernels.pattern import Pattern, PatternError, from_dict
 
 KEPT = "msa_patterns"
@@ -78,6 +79,14 @@ def _read(known: dict[str, Any], index: int) -> Pattern:
     return from_dict(known["patterns"][number])
 
 
+def limited(pattern: Pattern, window: int) -> Pattern:
+    """``pattern.limited(window)``, which a graph can be traced through too."""
+    if torch.compiler.is_compiling():
+        assert pattern.mark  # The graph is guarded by it: its text is taken for a constant.
+        return getattr(_traced, _hold_limited(pattern.encoded(), window))
+    return pattern.limited(window)
+
+
 class _Traced:
     """Patterns that are made while a graph is traced, as attributes: a graph can guard what it
     reads from one, and not what a traced function makes."""
@@ -95,3 +104,8 @@ def _hold(pattern: Pattern) -> str:
 @torch.compiler.assume_constant_result
 def _hold_read(known: dict[str, Any], index: int) -> str:
     return _hold(_read(known, index))
+
+
+@torch.compiler.assume_constant_result
+def _hold_limited(text: str, window: int) -> str:
+    return _hold(decode(text).limited(window))

@@ -21,6 +21,7 @@ from msa_kernels.pattern import (
     BlockList,
     Dense,
     Dilated,
+    Pattern,
     PerHead,
     SinkWindow,
     Strided,
@@ -30,6 +31,7 @@ from msa_kernels.pattern import (
 from msa_kernels.plan import Request, plan, whole
 from msa_kernels.reference import reference
 from msa_kernels.testing import assert_close, document_ids, patterns
+from torch._subclasses import FakeTensorMode
 
 
 def request(**changes: object) -> Request:
@@ -65,6 +67,35 @@ def test_sdpa_equals_the_oracle(causal: bool) -> None:
     assert_close("out", out, wanted.out)
     for found, exact in zip(torch.autograd.grad(out, (q, k, v), dout), wanted.grads, strict=True):
         assert_close("gradient", found, exact)
+
+
+@pytest.mark.parametrize("pattern", [Window(9), Dilated(3)], ids=str)
+def test_flex_on_fake_tensors_leaves_nothing_for_real_ones(pattern: Pattern) -> None:
+    q = torch.randn(1, 210, 2, 16)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(q)
+        out = msa_attention(fake, fake, fake, pattern, backend="flex")
+        assert isinstance(out, torch.Tensor) and out.shape == q.shape
+    found = msa_attention(q, q, q, pattern, backend="flex")
+    assert_close("out", found, reference(q, q, q, pattern).out)
+
+
+def test_named_backends_of_whole_calls_compile() -> None:
+    """sdpa becomes part of the graph; flex makes its lists on the host, and says so."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 70, 2, 16)
+
+    def attend(q: torch.Tensor, name: str) -> torch.Tensor:
+        out = msa_attention(q * 2, q, q, Dense(), backend=name)
+        assert isinstance(out, torch.Tensor)
+        return out + 1
+
+    whole_graph = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    broken = torch.compile(attend, backend="aot_eager")
+    torch.testing.assert_close(whole_graph(q, "sdpa"), attend(q, "sdpa"))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="block lists on the host"):
+        whole_graph(q, "flex")
+    torch.testing.assert_close(broken(q, "flex"), attend(q, "flex"))
 
 
 def test_a_block_mask_for_another_length_is_refused() -> None:

@@ -20,6 +20,7 @@ from msa_kernels.pattern import (
     Pattern,
     PerHead,
     SinkWindow,
+    Union,
     Window,
 )
 from transformers import (
@@ -27,6 +28,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -216,6 +218,59 @@ def test_layers_that_are_compiled_keep_their_own_patterns() -> None:
     plain = build(LlamaConfig(**SMALL))
     hf.set_patterns(plain, [Window(4), Window(9)])
     torch.testing.assert_close(found, run(plain)[0])
+
+
+WHOLE = {"backend": "aot_eager", "fullgraph": True}
+COMPILED: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "positions of the model": (LlamaConfig(**SMALL), {}),
+    "a window": (MistralConfig(**SMALL, sliding_window=7), {}),
+    "a window and a mask": (
+        MistralConfig(**SMALL, sliding_window=7), {"attention_mask": torch.ones(2, LENGTH)},
+    ),
+    "a window in one layer": (
+        Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1), {},
+    ),
+    "permuted": (LlamaConfig(**SMALL), {"msa_positions": torch.arange(LENGTH)[None]}),
+    "documents": (LlamaConfig(**SMALL), {"msa_document_ids": torch.arange(LENGTH).expand(2, -1)}),
+    "packed": (
+        MistralConfig(**SMALL, sliding_window=7),
+        {"position_ids": torch.cat([torch.arange(20), torch.arange(30)])[None]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_whole_model_is_one_graph(case: str) -> None:
+    torch._dynamo.reset()
+    config, kwargs = COMPILED[case]
+    hf.set_patterns(model := build(config), [Union((SinkWindow(4, 2), Dilated(3))), Dense()])
+    expected, wanted = run(model, **kwargs)
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+    found, grads = run(torch.compile(model, **WHOLE), **kwargs)
+    assert counts["stats"]["unique_graphs"] == 1 and not counts["graph_break"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for grad, exact in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, exact, atol=1e-6, rtol=1e-3)
+
+
+def test_a_graph_refuses_what_it_refuses_eagerly() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(build(LlamaConfig(**SMALL)), **WHOLE)
+    mask = torch.ones(2, LENGTH)
+    run(model, attention_mask=mask)
+    mask[0, :3] = 0
+    with pytest.raises(BackendError, match="padding mask that hides tokens"):
+        run(model, attention_mask=mask)
+    run(model, position_ids=torch.arange(LENGTH)[None])
+    with pytest.raises(BackendError, match="jump without restarting at 0"):
+        run(model, position_ids=torch.arange(0, 2 * LENGTH, 2)[None])
+    torch._dynamo.reset()
+    small = {**SMALL, "num_hidden_layers": 1, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    chunks = build(Llama4TextConfig(**small, attention_chunk_size=8))
+    for attend in (chunks, torch.compile(chunks, backend="aot_eager")):
+        with pytest.raises(BackendError, match=r"chunked_overlay|in chunks"):
+            run(attend)
 
 
 def test_packed_documents_with_a_cache_are_refused() -> None:
