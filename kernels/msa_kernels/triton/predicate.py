@@ -115,7 +115,10 @@ def _rule(
 ):  # fmt: skip
     BEGINS: tl.constexpr = HI if QUERIES_DOWN else LO
     here = row - base
-    last = tl.where(row < row_end, count, -FAR)
+    if QUERIES_DOWN:
+        last = here * 0 + count
+    else:
+        last = tl.where((row >= 0) & (row < row_end), count, -FAR)
     first = here
     if LO & FLAGS:
         lo = tl.load(at)
@@ -227,10 +230,11 @@ def seen(
         position, document = token(
             at + column, count, start, positions, documents, ABSENT, SIMPLE
         )  # fmt: skip
+        if QUERIES_DOWN:
+            document = tl.where(position < 0, ABSENT, document)  # no key is before the first
         ok = allowed(
             row[:, None], FAR, position[None, :], 0, FAR, row_first, start + at, rule_values,
             table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, QUERIES_DOWN,
         )  # fmt: skip
         ok = ok & (row_document[:, None] == document[None, :])
-        ok = ok & ((position >= 0)[None, :] if QUERIES_DOWN else (row >= 0)[:, None])
     return ok
