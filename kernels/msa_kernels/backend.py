@@ -231,9 +231,14 @@ def tile_kernel(request: Request, backend: str = "auto") -> TileKernel:
     return chosen
 
 
-def _resolve(request: Request, backend: str) -> Backend:
+def check_name(backend: str) -> None:
+    """Raise :class:`BackendError` for a name that no backend has."""
     if backend != "auto" and backend not in LOADERS:
         raise BackendError(f"no backend {backend!r}; choose auto, {', '.join(LOADERS)}")
+
+
+def _resolve(request: Request, backend: str) -> Backend:
+    check_name(backend)
     tried = preference(request) if backend == "auto" else (backend,)
     reasons: dict[str, str] = {}
     for name in tried:
@@ -241,7 +246,8 @@ def _resolve(request: Request, backend: str) -> Backend:
         if reason is None:
             return load(name)
         reasons[name] = reason
-    works = [n for n in LOADERS if n not in reasons and refusal(n, request) is None]
+    order = dict.fromkeys((*preference(request), *LOADERS))
+    works = [n for n in order if n not in reasons and refusal(n, request) is None]
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     nearest = f"backend={works[0]!r} serves it" if works else "no other backend serves it either"
     raise BackendError(f"{_describe(request)} is refused. {said}. Nearest: {nearest}.", reasons)

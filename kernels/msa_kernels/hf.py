@@ -4,8 +4,8 @@
 :func:`set_patterns` gives each layer of a model its pattern. What a model passes along is
 implemented or refused, never dropped.
 
-Documents of a packed batch come, in this order, from the model's keyword ``msa_document_ids``
-(B, S), from ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or from ``position_ids`` that restart at 0.
+Documents of a packed batch come from the model's keyword ``msa_document_ids`` (B, S) or from
+``cu_seq_lens_q`` and ``cu_seq_lens_k``; without them, from ``position_ids`` that restart at 0.
 Whoever permutes the sequence over ranks passes ``msa_positions``: then nothing is guessed from
 position ids, whose jumps are not documents. Whoever splits the sequence over ranks also passes
 ``msa_attend``, which then computes what :func:`~msa_kernels.attention.msa_attention` would:
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from msa_kernels import traced
 from msa_kernels.attention import Packing, check_pattern, msa_attention
-from msa_kernels.backend import BackendError
+from msa_kernels.backend import BackendError, check_name
 from msa_kernels.pattern import Dense, Pattern, PerHead
 from msa_kernels.placement import remember
 from msa_kernels.rules import Rule
@@ -84,7 +84,9 @@ def set_patterns(
 
     A layer that was never given one computes what its model says, Dense. The model's own sliding
     window still holds: it is intersected with the pattern. Raises ValueError when the model was
-    not built with ``attn_implementation="msa"`` or the number of patterns is not that of layers.
+    not built with ``attn_implementation="msa"`` or the number of patterns is not that of layers,
+    TypeError for what is no pattern, BackendError for a backend or pattern that does not exist
+    here. Then no layer has changed.
 
     The model's config keeps the patterns, and that they need "msa", so that a model which is saved
     is loaded with them; ``backend`` is a choice of this machine and is not kept.
@@ -95,12 +97,16 @@ def set_patterns(
             f"the model runs attn_implementation={chosen!r}, which ignores patterns; call "
             f"msa_kernels.hf.register() and then model.set_attn_implementation({NAME!r})"
         )
+    check_name(backend)
     layers = attention_layers(model)
-    each = [patterns] * len(layers) if isinstance(patterns, Pattern) else list(patterns)
-    if len(each) != len(layers):
-        raise ValueError(f"{len(each)} patterns for {len(layers)} attention layers")
-    for layer, pattern in zip(layers, each, strict=True):
+    if isinstance(patterns, Pattern | str) or not isinstance(patterns, Sequence):
+        check_pattern(patterns)  # type: ignore[arg-type]
+        patterns = [patterns] * len(layers)  # type: ignore[list-item]
+    if len(patterns) != len(layers):
+        raise ValueError(f"{len(patterns)} patterns for {len(layers)} attention layers")
+    for pattern in patterns:
         check_pattern(pattern)
+    for layer, pattern in zip(layers, patterns, strict=True):
         layer.msa_pattern = pattern  # type: ignore[assignment]
         layer.msa_backend = backend  # type: ignore[assignment]
     keep(layers)
@@ -298,9 +304,15 @@ def _documents(
     kwargs: dict[str, Any],
 ) -> Packing | None:
     ids = kwargs.get("msa_document_ids")
+    q_bounds, k_bounds = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if q_bounds is None and k_bounds is not None:
+        raise BackendError("cu_seq_lens_k is given without cu_seq_lens_q; pass both")
+    if ids is not None and q_bounds is not None:
+        raise BackendError(
+            "documents are given twice, by msa_document_ids and cu_seq_lens_q; pass one of them"
+        )
     if ids is not None:
         return ids if padding is None else traced.unpadded(ids, padding)
-    q_bounds, k_bounds = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if q_bounds is not None:
         if padding is not None:
             check_padding(padding)

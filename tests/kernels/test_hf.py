@@ -322,6 +322,28 @@ def test_patterns_need_the_implementation() -> None:
         hf.set_patterns(build(LlamaConfig(**SMALL), "eager"), Window(4))
 
 
+def test_documents_are_said_once_and_whole() -> None:
+    model = build(LlamaConfig(**SMALL))
+    ids = torch.randint(1, 64, (1, LENGTH))
+    both = packing("cu_seq_lens") | packing("msa_document_ids")
+    with pytest.raises(BackendError, match="given twice, by msa_document_ids and cu_seq_lens_q"):
+        model(ids, use_cache=False, **both)
+    with pytest.raises(BackendError, match="cu_seq_lens_k is given without cu_seq_lens_q"):
+        model(ids, use_cache=False, cu_seq_lens_k=both["cu_seq_lens_k"])
+
+
+def test_what_is_no_pattern_or_backend_is_refused_before_any_layer_has_it() -> None:
+    model = build(LlamaConfig(**SMALL))
+    hf.set_patterns(model, Window(3))
+    with pytest.raises(BackendError, match=r"no backend 'nope'; choose auto, fa4"):
+        hf.set_patterns(model, Dense(), backend="nope")
+    with pytest.raises(TypeError, match="must be a Pattern, found 'Dense'"):
+        hf.set_patterns(model, "Dense")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a Pattern, found None"):
+        hf.set_patterns(model, [Dense(), None])  # type: ignore[list-item]
+    assert {layer.msa_pattern for layer in hf.attention_layers(model)} == {Window(3)}
+
+
 def test_checkpointed_activations_give_the_same_gradients() -> None:
     plain, saved = (build(LlamaConfig(**SMALL)).train() for _ in range(2))
     for model in (plain, saved):
