@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     args = parser.parse_args(argv)
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros(1, device=args.device).cpu()  # a device without values cannot be checked
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         # PyTorch says the reason in its first line; the rest is for its developers.
         parser.error(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}")

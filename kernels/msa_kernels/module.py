@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from msa_kernels.attention import Packing, check_pattern, msa_attention
+from msa_kernels.backend import check_name
 from msa_kernels.pattern import Pattern
 
 
@@ -31,6 +32,10 @@ class MsaAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
+        sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, found {size}")
         if heads % kv_heads:
             raise ValueError(f"{heads} heads are not a multiple of {kv_heads} key/value heads")
         if head_dim is None:
@@ -38,6 +43,7 @@ class MsaAttention(nn.Module):
                 raise ValueError(f"hidden size {hidden} does not divide by {heads} heads")
             head_dim = hidden // heads
         check_pattern(pattern)
+        check_name(backend)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.pattern = pattern
         self.backend = backend
@@ -57,9 +63,15 @@ class MsaAttention(nn.Module):
     ) -> torch.Tensor:
         """(B, S, hidden) to (B, S, hidden).
 
-        ``rotary`` is a pair of cosines and sines, (S, D) or (B, S, D), in the half-split
-        convention of Llama; ``documents`` as in :func:`msa_attention`.
+        ``rotary`` is a pair of cosines and sines, (S, D) or (B, S, D) or (1, S, D), in the
+        half-split convention of Llama, for an even head size D; ``documents`` as in
+        :func:`msa_attention`. Raises ValueError for other shapes.
         """
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"the layer takes (batch, sequence, hidden), found {tuple(hidden.shape)}; one "
+                "sequence needs unsqueeze(0)"
+            )
         shape = (*hidden.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(hidden).view(shape))
         k = self.k_norm(self.k_proj(hidden).view(shape))
@@ -75,7 +87,19 @@ class MsaAttention(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (B, S, H, D): pairs are dimensions n and n + D/2."""
+    """Rotary embedding of (B, S, H, D): pairs are dimensions n and n + D/2.
+
+    Raises ValueError for an odd D, and unless both are (S, D), (1, S, D) or (B, S, D).
+    """
+    batch, length, _, dim = x.shape
+    if dim % 2:
+        raise ValueError(f"rotation turns pairs of dimensions: the head size {dim} is odd")
+    for name, table in (("cosines", cos), ("sines", sin)):
+        if table.shape not in ((length, dim), (1, length, dim), (batch, length, dim)):
+            raise ValueError(
+                f"{name} are {tuple(table.shape)}, must be (sequence, head size) = "
+                f"{(length, dim)}, or that for every batch row"
+            )
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x * cos.unsqueeze(-2).to(x.dtype) + turned * sin.unsqueeze(-2).to(x.dtype)

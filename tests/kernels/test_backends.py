@@ -266,7 +266,7 @@ def test_check_fails_on_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.errors["out"] == pytest.approx(0.01, rel=0.01)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta"])
 def test_a_device_that_is_not_there_is_named(
     device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,3 +50,22 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         MsaAttention(32, 5, Window(4))
     with pytest.raises(BackendError, match="BlockTopK"):
         MsaAttention(32, 4, BlockTopK(8, 2))
+    with pytest.raises(ValueError, match="kv_heads must be at least 1, found 0"):
+        MsaAttention(32, 4, Window(4), kv_heads=0)
+    with pytest.raises(BackendError, match="no backend 'nope'; choose auto"):
+        MsaAttention(32, 4, Window(4), backend="nope")
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    layer, x = MsaAttention(32, 4, Window(4)), torch.randn(2, 9, 32)
+    with pytest.raises(ValueError, match=r"\(batch, sequence, hidden\), found \(9, 32\)"):
+        layer(x[0])
+    cos, sin = rotary(9, 8)
+    for some in (rotary(1, 8), rotary(10, 8), rotary(9, 4), (cos, sin.expand(3, -1, -1))):
+        with pytest.raises(ValueError, match=r"must be \(sequence, head size\) = \(9, 8\)"):
+            layer(x, rotary=some)
+    torch.testing.assert_close(
+        layer(x, rotary=(cos[None], sin[None])), layer(x, rotary=(cos, sin))
+    )
+    with pytest.raises(ValueError, match="head size 5 is odd"):
+        MsaAttention(32, 4, Window(4), head_dim=5)(x, rotary=rotary(9, 5))
