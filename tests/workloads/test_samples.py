@@ -240,3 +240,14 @@ def test_a_hub_tokenizer_packs_like_bytes_do(tmp_path: Path) -> None:
     assert sum(labels) == index.tokens.sum() - len(index)
     with pytest.raises(DataError, match="cannot be loaded"):
         HubTokenizer(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_folder_with_a_model_and_no_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
+    """transformers makes one that knows no word for some: a run would learn from empty documents,
+    at a loss of 0."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"makes no tokens of text|cannot be loaded|no end-of-seq"):
+        HubTokenizer(str(tmp_path))

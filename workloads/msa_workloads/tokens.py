@@ -46,10 +46,14 @@ class ByteTokenizer:
         return text_bytes + 2
 
 
+PROBE = "A text of 5 words."
+
+
 class HubTokenizer:
     """A Hugging Face tokenizer from a local folder or the hub.
 
-    Raises :class:`DataError` when it cannot be loaded or has no end-of-sequence token.
+    Raises :class:`DataError` when it cannot be loaded, has no end-of-sequence token, or makes
+    nothing of text.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,6 +67,12 @@ class HubTokenizer:
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"tokenizer {name!r} has no end-of-sequence token, which separates documents"
+            )
+        # Of a folder that holds a model alone transformers makes a tokenizer without a vocabulary.
+        if not tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
+            raise DataError(
+                f"tokenizer {name!r} makes no tokens of text: its files are missing; name one in "
+                "model.tokenizer, or bytes"
             )
         self.name = name
         # Ids may leave gaps: what counts is the largest, not how many there are.
