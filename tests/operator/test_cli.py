@@ -317,6 +317,7 @@ def test_a_backend_set_for_one_command_reaches_plan_and_run(
         ("DataError", 2, "no such text"),
         ("UnsupportedError", 2, "no such text"),
         ("CheckpointError", 2, "no such text"),
+        ("ClusterError", 4, "no such text"),
         ("RunFailed", 1, "the run failed; its files are in"),
         ("KeyboardInterrupt", 130, "--resume"),
     ],

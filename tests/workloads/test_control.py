@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,13 @@ from typing import Any
 
 import pytest
 from msa_workloads import control_worker
-from msa_workloads.cluster import OWNER, remove_abandoned, temporary_folder
+from msa_workloads.cluster import (
+    OWNER,
+    ClusterError,
+    check_answers,
+    remove_abandoned,
+    temporary_folder,
+)
 from msa_workloads.container_log import container_log
 from msa_workloads.control import SILENT_SECONDS, RankReport, RunState
 from msa_workloads.control_http import ControlServer, cluster_token
@@ -376,6 +383,17 @@ def test_sockets_of_ray_fit_below_any_temporary_root(
         named = f"{folder}/session_2026-11-30_19-11-40_967293_4194304/sockets/plasma_store"
         assert len(os.fsencode(named)) <= 103
     assert f"{long} is too long" in caplog.text and not Path(folder).exists()
+
+
+def test_a_cluster_that_is_not_there_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"127.0.0.1:{server.getsockname()[1]}"
+        check_answers(there)
+        check_answers(f"ray://{there}")
+    with pytest.raises(ClusterError, match=f"no Ray cluster answers at {there} .* unset RAY_ADDR"):
+        check_answers(there)
+    with pytest.raises(ClusterError, match="takes jobs: ray job submit"):
+        check_answers("http://127.0.0.1:8265")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ SHORT_ROOT = Path("/tmp")
 OWNER = "owner.lock"
 """Locked by the driver for as long as it lives, in its temporary folder."""
 
+ANSWER_SECONDS = 10.0
+"""For a connection to the cluster of ``RAY_ADDRESS``."""
+
 log = logging.getLogger(__name__)
 
 
@@ -71,12 +75,20 @@ class Cluster:
         return self.folder is not None
 
 
+class ClusterError(RuntimeError):
+    """The cluster of ``RAY_ADDRESS`` cannot be used."""
+
+
 @contextlib.contextmanager
 def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
-    """Connect to the Ray of ``RAY_ADDRESS`` (set inside every Ray job), or start a local one."""
+    """Connect to the Ray of ``RAY_ADDRESS`` (set inside every Ray job), or start a local one.
+
+    Raises :class:`ClusterError`.
+    """
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
-        if os.environ.get("RAY_ADDRESS"):
+        if address := os.environ.get("RAY_ADDRESS"):
+            check_answers(address)
             stack.enter_context(_environment({**TRAIN_ENVIRONMENT, **LOG_ENVIRONMENT}))
         else:
             folder = Path(stack.enter_context(temporary_folder()))
@@ -93,6 +105,24 @@ def ray_cluster(spec: RunSpec) -> Iterator[Cluster]:
         if folder:
             _check_loopback(ray.nodes())
         yield Cluster(folder)
+
+
+def check_answers(address: str) -> None:
+    """Raise :class:`ClusterError` where nothing listens: Ray itself tries for many minutes."""
+    if address.startswith(("http://", "https://")):
+        raise ClusterError(
+            f"RAY_ADDRESS is {address}, which takes jobs: ray job submit -- msa run job.yaml"
+        )
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like are Ray's to read
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address} (RAY_ADDRESS): {error.strerror or error}; start "
+            "it, or unset RAY_ADDRESS to train on this machine"
+        ) from None
 
 
 def _start_local(spec: RunSpec, folder: Path) -> None:

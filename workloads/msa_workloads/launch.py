@@ -27,6 +27,7 @@ from rich.console import Console
 from msa_workloads.board import BoardChannel, BoardSink, start_board, take
 from msa_workloads.checkpoint import CheckpointError, cut_short, newest_complete
 from msa_workloads.cluster import Cluster, ray_cluster, worker_environment
+from msa_workloads.cluster import ClusterError as ClusterError
 from msa_workloads.control_stacks import Watch
 from msa_workloads.control_worker import RankControl
 from msa_workloads.display import Display, print_summary
@@ -76,8 +77,8 @@ def run_on_ray(
     whole checkpoint is refused, so that no run ever continues or overwrites another by accident.
 
     Raises :class:`UnsupportedError`, :class:`DataError` and :class:`CheckpointError` for what
-    cannot be run as asked, :class:`StorageError`, :class:`DivergedError`, and :class:`RunFailed`
-    for all other failures.
+    cannot be run as asked, :class:`ClusterError`, :class:`StorageError`, :class:`DivergedError`,
+    and :class:`RunFailed` for all other failures.
     """
     started = time.time()
     spec = _absolute(spec)

@@ -39,6 +39,7 @@ from msa_operator.sources import check_sources
 
 FAILED = 1
 MISSING = 3
+NO_CLUSTER = 4
 INTERRUPTED = 130
 
 
@@ -266,6 +267,10 @@ def _launch(
         if output == "json":
             click.echo(JobError([Problem("", str(error))]).to_json())
         _give_up(str(error), BAD_INPUT)
+    except launch.ClusterError as error:
+        if not resume:
+            folders.give_back(folder)
+        _give_up(str(error), NO_CLUSTER)
     except Exception as error:
         if os.environ.get("MSA_DEBUG"):
             raise
