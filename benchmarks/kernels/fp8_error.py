@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import arguments
 import torch
 from msa_kernels.triton.fp8 import LARGEST, TILE, rotation
 
@@ -83,6 +84,7 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 def main() -> None:
+    arguments.parser(__doc__).parse_args()
     torch.manual_seed(0)
     seen = torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
 

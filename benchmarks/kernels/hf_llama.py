@@ -10,7 +10,6 @@ after the first five, in which kernels are compiled.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -18,6 +17,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+import arguments
 import torch
 import transformers
 from msa_kernels import backend, hf
@@ -25,6 +25,8 @@ from msa_kernels.pattern import Window
 from transformers import LlamaConfig, LlamaForCausalLM
 
 WINDOW = 4096
+WARM = 5
+IMPLEMENTATIONS = (*(f"msa:{name}" for name in ("auto", *backend.LOADERS)), "flex_attention")
 
 
 def batches(length: int, steps: int) -> torch.Tensor:
@@ -86,22 +88,32 @@ def train(name: str, data: torch.Tensor, layers: int) -> dict[str, object]:
     return {
         "implementation": name, "ran": sorted({used.backend for used in backend.used()}),
         "losses": losses, "step_ms": [round(t, 2) for t in times],
-        "median_ms": round(statistics.median(times[5:]), 2), "peak_bytes": peak,
+        "median_ms": round(statistics.median(times[WARM:]), 2), "peak_bytes": peak,
     }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("hf_llama.json"))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--length", type=int, default=32_768)
-    parser.add_argument("--implementations", default="msa:auto,msa:triton,flex_attention")
-    args = parser.parse_args()
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("hf_llama.json"),
+                        help="the record, written after every implementation")  # fmt: skip
+    parser.add_argument("--steps", type=arguments.number, default=20,
+                        help="more than 5: the first five are not timed")  # fmt: skip
+    parser.add_argument("--layers", type=arguments.number, default=4, help="of the model")
+    parser.add_argument("--length", type=arguments.number, default=32_768, help="tokens of a step")
+    parser.add_argument(
+        "--implementations",
+        type=arguments.names(IMPLEMENTATIONS),
+        default="msa:auto,msa:triton,flex_attention",
+        help="msa with a backend, or FlexAttention, which others are compared with",
+    )
+    args = parser.parse_args()  # fmt: skip
+    if args.steps <= WARM:
+        parser.error(f"--steps {args.steps}: the first {WARM} are not timed, so that none is left")
+    arguments.needs_gpu(parser)
     hf.register()
     data = batches(args.length, args.steps)
     runs: list[dict] = []
-    for name in args.implementations.split(","):
+    for name in args.implementations:
         runs.append(train(name, data, args.layers))
         print(
             name, runs[-1]["median_ms"], "ms a step, losses", runs[-1]["losses"][::5], flush=True

@@ -10,13 +10,13 @@ it, so that the share of a cached look-up can be read off, and whether a step sy
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import arguments
 import numpy as np
 import torch
 from msa_kernels import plan as plans
@@ -122,9 +122,11 @@ def forward(pattern: Pattern, mean: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("lists.json"))
-    parser.add_argument("--count", type=int, default=9)
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--output", type=Path, default=Path("lists.json"),
+                        help="the record, written after every row")  # fmt: skip
+    parser.add_argument("--count", type=arguments.number, default=9,
+                        help="batches that are laid out for a row")  # fmt: skip
     args = parser.parse_args()
     torch.set_num_threads(1)
     gpu = torch.cuda.is_available()

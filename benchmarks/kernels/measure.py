@@ -14,7 +14,6 @@ timed.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import json
@@ -24,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import arguments
 import torch
 from cases import NAMES, Case, cases
 from msa_kernels import backend
@@ -32,29 +32,32 @@ from samples import FP8_FIRST, FP8_LIMIT, LIMIT, check
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--patterns", default=",".join(NAMES))
-    parser.add_argument("--sequences", default="512,1024,8192,32768,131072")
-    parser.add_argument("--head-dims", default="128")
-    parser.add_argument("--dtypes", default="bfloat16")
-    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--peers", type=arguments.names(PEERS), default=",".join(PEERS),
+                        help="implementations to run")  # fmt: skip
+    parser.add_argument("--patterns", type=arguments.names(NAMES), default=",".join(NAMES),
+                        help="patterns, as cases.py names them")  # fmt: skip
+    parser.add_argument("--sequences", type=arguments.numbers,
+                        default="512,1024,8192,32768,131072", help="tokens of a row")  # fmt: skip
+    parser.add_argument("--head-dims", type=arguments.numbers, default="128", help="head sizes")
+    parser.add_argument("--dtypes", type=arguments.names(("bfloat16", "float16")),
+                        default="bfloat16", help="of inputs")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"),
+                        help="the record, written after every row")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=float("inf"),
                         help="stop taking new cases after this long")  # fmt: skip
     args = parser.parse_args()
+    arguments.needs_gpu(parser)
     began = time.monotonic()
     rows: list[dict] = []
     todo = [
         case
-        for dtype in args.dtypes.split(",")
-        for dim in args.head_dims.split(",")
-        for case in cases(
-            tuple(args.patterns.split(",")), tuple(map(int, args.sequences.split(","))),
-            int(dim), dtype,
-        )
-    ]  # fmt: skip
+        for dtype in args.dtypes
+        for dim in args.head_dims
+        for case in cases(args.patterns, args.sequences, dim, dtype)
+    ]
     for case in todo:
-        for peer in args.peers.split(","):
+        for peer in args.peers:
             if time.monotonic() - began > args.seconds:
                 print("out of time before", peer, case.name, case.sequence, flush=True)
                 continue

@@ -9,7 +9,6 @@ runs in a process of its own, since a peak never falls.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import arguments
 import torch
 from msa_kernels.attention import msa_attention
 from msa_kernels.pattern import Window
@@ -55,8 +55,10 @@ def step(length: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, help="measure this length alone and print it")
+    parser = arguments.parser(__doc__)
+    parser.add_argument(
+        "--length", type=arguments.number, help="measure this length alone and print it"
+    )
     parser.add_argument("--output", type=Path, help="write the record here")
     args = parser.parse_args()
     if args.length:

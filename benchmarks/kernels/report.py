@@ -10,9 +10,9 @@ is kept for the record and shown only where there is no other.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import arguments
 import matplotlib
 
 matplotlib.use("svg")
@@ -26,8 +26,17 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 OURS = ("auto", "triton", "triton-fused", "triton-fp8")
 
 
-def main(path: str) -> None:
-    run = json.loads(Path(path).read_text())
+def main() -> None:
+    parser = arguments.parser(__doc__)
+    parser.add_argument("record", type=Path, help="what measure.py wrote")
+    args = parser.parse_args()
+    try:
+        run = json.loads(args.record.read_text())
+        measured = any("total_ms" in row for row in run["rows"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{args.record} is not a record: {type(error).__name__}: {error}")
+    if not measured:
+        parser.error(f"{args.record} has no row of measure.py")
     rows = [row for row in run["rows"] if "error" not in row]
     by_key: dict[tuple, list[dict]] = {}
     for row in rows:
@@ -144,4 +153,4 @@ def plot(rows: list[dict], sequence: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -17,7 +17,6 @@ code 1 when a tool reports an error or does not finish.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -28,6 +27,8 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+import arguments
 
 SANITIZERS = {
     "racecheck": ["--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "0"],
@@ -85,14 +86,22 @@ def call(name: str, kernels: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("sanitizer.json"))
-    parser.add_argument("--seconds", type=int, default=200, help="limit of all runs together")
-    parser.add_argument("--workers", type=int, default=8, help="processes on the GPU at a time")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("sanitizer.json"),
+                        help="the record, written as each run ends")  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=arguments.number, default=200, help="limit of all runs together"
+    )
+    parser.add_argument(
+        "--workers", type=arguments.number, default=8, help="processes on the GPU at a time"
+    )
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS,
+                        help="what to run")  # fmt: skip
     parser.add_argument("--call", choices=(*CALLS, FORGETS), help="make one call, in this process")
-    parser.add_argument("--kernels", choices=KERNELS, default="Gluon")
+    parser.add_argument("--kernels", choices=KERNELS, default="Gluon",
+                        help="of --call")  # fmt: skip
     args = parser.parse_args()
+    arguments.needs_gpu(parser)
     if args.call:
         call(args.call, args.kernels)
         return

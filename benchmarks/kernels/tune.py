@@ -11,13 +11,14 @@ smaller cards of its capability. Nothing is tuned in a user's first step.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import arguments
 
 TABLES = Path(__file__).parents[2] / "kernels" / "msa_kernels" / "triton" / "tuning"
 CANDIDATES: dict[tuple[str, str, int], tuple[tuple[int, int, int, int], ...]] = {
@@ -198,15 +199,24 @@ def timed(kind: str, dtype: str, width: int, candidate: dict) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("mode", choices=("compile", "measure"))
-    parser.add_argument("capabilities", nargs="*", type=int)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    parser = arguments.parser(__doc__)
+    parser.add_argument("mode", choices=("compile", "measure"), help="without a GPU, or on one")
+    parser.add_argument(
+        "capabilities",
+        nargs="*",
+        type=arguments.number,
+        default=[80, 90],
+        help="of compile: 80 for an A100, 90 for an H100",
+    )
+    parser.add_argument("--workers", type=arguments.number, default=2, help="processes")
+    parser.add_argument(
+        "--out", type=Path, help="of measure: where the table goes, in place of the package's"
+    )
+    args = parser.parse_args()  # fmt: skip
     if args.mode == "compile":
-        compile_tables(args.capabilities or [80, 90], args.workers)
+        compile_tables(args.capabilities, args.workers)
     else:
+        arguments.needs_gpu(parser)
         measure(args.out, args.workers)
 
 

@@ -10,17 +10,18 @@ from those of the first backend named.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import arguments
 import torch
 from cases import NAMES, Case, cases
 from measure import machine
 from msa_kernels import backend, engine
+from msa_kernels.attention import DIRECT
 from msa_kernels.fused import row_delta
 from msa_kernels.plan import whole
 
@@ -98,19 +99,31 @@ def measure(case: Case, names: list[str], direction: str, turns: int) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("direction", choices=("forward", "backward"))
-    parser.add_argument("backends", nargs="+", choices=list(backend.LOADERS))
+    parser = arguments.parser(__doc__)
+    parser.add_argument("direction", choices=("forward", "backward"), help="the pass to run")
     parser.add_argument(
-        "--patterns", default="causal,window8k,window8k_g512", help=", ".join(NAMES)
+        "backends",
+        nargs="+",
+        help="tile kernels; the first is compared with",
+        choices=[name for name in backend.LOADERS if name not in DIRECT],
     )
-    parser.add_argument("--sequences", default="32768,131072")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("turns.json"))
-    args = parser.parse_args()
+    parser.add_argument(
+        "--patterns",
+        type=arguments.names(NAMES),
+        default="causal,window8k,window8k_g512",
+        help=", ".join(NAMES),
+    )
+    parser.add_argument(
+        "--sequences", type=arguments.numbers, default="32768,131072", help="tokens of a row"
+    )
+    parser.add_argument("--turns", type=arguments.number, default=8, help="runs of each backend")
+    parser.add_argument(
+        "--out", type=Path, default=Path("turns.json"), help="the record, written after every case"
+    )
+    args = parser.parse_args()  # fmt: skip
+    arguments.needs_gpu(parser)
     rows: list[dict] = []
-    sequences = tuple(int(n) for n in args.sequences.split(","))
-    for case in cases(tuple(args.patterns.split(",")), sequences):
+    for case in cases(args.patterns, args.sequences):
         for row in measure(case, args.backends, args.direction, args.turns):
             rows.append(row)
             print(
