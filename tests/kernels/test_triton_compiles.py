@@ -16,13 +16,15 @@ from msa_kernels.triton import (  # noqa: E402
     forward,
     fp8,
     fp8_forward,
-    hopper_backward,
+    hopper_dkv,
+    hopper_dq,
     hopper_forward,
     hopper_fp8,
     hopper_fused,
     launch,
     launch_fp8,
     tables,
+    tma,
 )
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -146,9 +148,11 @@ def test_every_table_has_what_small_cards_hold(
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkv", "fused"])
 def test_hopper_kernels_fit_and_keep_the_tensor_cores_busy(kind: str, width: int) -> None:
-    module = {"forward": hopper_forward, "fused": hopper_fused}.get(kind, hopper_backward)
+    module = {
+        "forward": hopper_forward, "dq": hopper_dq, "dkv": hopper_dkv, "fused": hopper_fused
+    }[kind]  # fmt: skip
     block, stages = launch.FUSED[width] if kind == "fused" else launch.HOPPER[kind]
-    tile, line, total = (repr(layout) for layout in launch._layouts())
+    tile, line, total = (repr(layout) for layout in tma.layouts())
 
     def rows(count: int) -> str:
         return f"tensordesc<bf16[1, {count}, 1, {width}],{tile}>"

@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from msa_kernels.triton.hopper_backward import LOG2E, dkv_produce, key_item, key_step, row_stat
+from msa_kernels.triton.hopper_dkv import dkv_produce, key_item, key_step, row_stat
+from msa_kernels.triton.hopper_dq import LOG2E
 from msa_kernels.triton.hopper_forward import barriers, flat, lists_of, store_tile
 from msa_kernels.triton.predicate import seen, token
 

@@ -20,8 +20,8 @@ import triton
 
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import GradDtypes, PartPlan, Request
-from msa_kernels.triton import backward, forward, stats, tables
-from msa_kernels.triton.lists import DeviceLists, device_lists
+from msa_kernels.triton import backward, forward, stats, tables, tma
+from msa_kernels.triton.lists import device_lists
 from msa_kernels.triton.predicate import Predicate, encode, unsupported
 from msa_kernels.triton.tables import SMALLEST, Tile
 
@@ -32,10 +32,6 @@ MAX_HEAD_DIM = 256
 HOPPER_HEAD_DIM = 128
 HOPPER = {"forward": (128, 2), "dq": (128, 2), "dkv": (64, 2)}
 """Rows of the tile that streams past the 128 resident ones, and how many are in flight."""
-TURNS = 4
-"""Programs for each SM, at least, where rows are shared out: the last ones end almost together."""
-SHARE = 64
-"""Tiles that a program should have to do: filling and draining a pipeline costs as much as two."""
 FUSED = {64: (128, 2), 128: (64, 2)}
 """The same for the backward of one pass, by padded head size."""
 
@@ -101,11 +97,11 @@ class TritonKernel:
         if hopper:
             from msa_kernels.triton import hopper_forward
 
-            each, shares = share(lists, q_heads * batch)
+            each, shares = lists.shares(q_heads * batch)
             hopper_forward.forward_kernel[(shares * q_heads * batch,)](
-                _tile(q, 64), _tile(k, block), _tile(v, block), out, lse, *walk, *common, q_heads,
-                kv_heads, lists.tiles, each, *out.stride()[:3], head_dim, log2_scale,
-                HEAD_DIM=_hopper_width(head_dim), BLOCK_N=block, STAGES=stages,
+                tma.tile(q, 64), tma.tile(k, block), tma.tile(v, block), out, lse, *walk, *common,
+                q_heads, kv_heads, lists.tiles, each, *out.stride()[:3], head_dim, log2_scale,
+                HEAD_DIM=tma.width(head_dim), BLOCK_N=block, STAGES=stages,
                 **constants, num_warps=4,
             )  # fmt: skip
         else:
@@ -143,11 +139,11 @@ class TritonKernel:
         dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, lse: torch.Tensor,
         delta: torch.Tensor, plan: PartPlan, scale: float,
     ) -> None:  # fmt: skip
-        from msa_kernels.triton import hopper_backward
+        from msa_kernels.triton import hopper_dkv, hopper_dq
 
         batch, _, q_heads, head_dim = q.shape
         kv_heads = k.shape[2]
-        width = _hopper_width(head_dim)
+        width = tma.width(head_dim)
         if self._fused:
             from msa_kernels.triton import hopper_fused
 
@@ -155,8 +151,8 @@ class TritonKernel:
             lists = device_lists(plan, block, 128, q.device, transposed=True)
             common, constants = _arguments(plan, q, k, (block, 128))
             hopper_fused.fused_kernel[(lists.tiles * kv_heads * batch,)](
-                _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64),
-                _line(lse, block), _line(delta, block), _sum(dq), dk, dv, lists.pointers,
+                tma.tile(q, block), tma.tile(dout, block), tma.tile(k, 64), tma.tile(v, 64),
+                tma.line(lse, block), tma.line(delta, block), tma.sums(dq), dk, dv, lists.pointers,
                 lists.middles, lists.index, lists.order, *common, kv_heads, lists.tiles,
                 *dk.stride()[:3], head_dim, scale, HEAD_DIM=width, BLOCK_M=block, STAGES=stages,
                 **constants, num_warps=4,
@@ -165,22 +161,22 @@ class TritonKernel:
         block, stages = HOPPER["dq"]
         lists = device_lists(plan, 128, block, q.device)
         common, constants = _arguments(plan, q, k, (128, block))
-        each, shares = share(lists, q_heads * batch)
-        hopper_backward.dq_kernel[(shares * q_heads * batch,)](
-            _tile(q, 64), _tile(dout, 64), _tile(k, block), _tile(v, block), dq, lse, delta,
-            lists.pointers, lists.middles, lists.index, lists.order, *common, q_heads, kv_heads,
-            lists.tiles, each, lse.shape[2], *dq.stride()[:3], head_dim, scale, HEAD_DIM=width,
-            BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
+        each, shares = lists.shares(q_heads * batch)
+        hopper_dq.dq_kernel[(shares * q_heads * batch,)](
+            tma.tile(q, 64), tma.tile(dout, 64), tma.tile(k, block), tma.tile(v, block), dq, lse,
+            delta, lists.pointers, lists.middles, lists.index, lists.order, *common, q_heads,
+            kv_heads, lists.tiles, each, lse.shape[2], *dq.stride()[:3], head_dim, scale,
+            HEAD_DIM=width, BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
         block, stages = HOPPER["dkv"]
         lists = device_lists(plan, block, 128, q.device, transposed=True)
         common, constants = _arguments(plan, q, k, (block, 128))
         items = lists.tiles * kv_heads * batch
-        hopper_backward.dkv_kernel[(items,)](
-            _tile(q, block), _tile(dout, block), _tile(k, 64), _tile(v, 64), _line(lse, block),
-            _line(delta, block), dk, dv, lists.pointers, lists.middles, lists.index, lists.order,
-            *common, kv_heads, lists.tiles, *dk.stride()[:3], head_dim, scale,
-            HEAD_DIM=width, BLOCK_M=block, STAGES=stages, **constants, num_warps=4,
+        hopper_dkv.dkv_kernel[(items,)](
+            tma.tile(q, block), tma.tile(dout, block), tma.tile(k, 64), tma.tile(v, 64),
+            tma.line(lse, block), tma.line(delta, block), dk, dv, lists.pointers, lists.middles,
+            lists.index, lists.order, *common, kv_heads, lists.tiles, *dk.stride()[:3], head_dim,
+            scale, HEAD_DIM=width, BLOCK_M=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
 
     def _plain_backward(
@@ -229,19 +225,6 @@ class TritonKernel:
             and all(stride % 8 == 0 for stride in t.stride()[:-1])
             for t in tensors
         )
-
-
-def share(lists: DeviceLists, heads: int) -> tuple[int, int]:
-    """How many neighbouring rows of a head's list one program takes, and how many programs that
-    makes of a head: rows of few tiles are taken together, as long as every SM gets its turn often.
-
-    ``heads`` are those of the whole batch.
-    """
-    device = lists.order.device
-    tiles = max(1, (lists.index.numel() - 1) // lists.order.numel())
-    turns = lists.tiles * heads // _processors(device)
-    each = max(1, min(-(-SHARE // tiles), turns // TURNS))
-    return each, -(-lists.tiles // each)
 
 
 def _unit_stride(rows: torch.Tensor) -> torch.Tensor:
@@ -293,11 +276,6 @@ def _fused_lacks() -> str | None:
     except (ImportError, AttributeError) as error:
         return f"Triton {triton.__version__} lacks what it is made of ({error}); use 'triton'"
     return None
-
-
-@functools.lru_cache(maxsize=8)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=8)
@@ -355,54 +333,9 @@ def _lookup(plan: PartPlan, tiles: tuple[int, int]) -> int:
     return 0 if len(rules) == 1 else 1
 
 
-def _tile(tensor: torch.Tensor, rows: int) -> Any:
-    """TMA descriptor of (B, S, H, D) in tiles of one batch row, ``rows`` tokens and one head.
-
-    Head sizes below the kernel's width are filled with zeros by the copy engine.
-    """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()),
-        [1, rows, 1, _hopper_width(tensor.shape[-1])], _layouts()[0],
-    )  # fmt: skip
-
-
-def _line(tensor: torch.Tensor, rows: int) -> Any:
-    """TMA descriptor of statistics (B, H, padded S) in lines of ``rows``."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows], _layouts()[1]
-    )
-
-
 def _sums(q: torch.Tensor) -> torch.Tensor:
     """What a fused backward adds dQ up in."""
     return torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-
-
-def _sum(dq: torch.Tensor) -> Any:
-    """TMA descriptor of the fp32 dQ (B, S, H, D) in tiles of 64 rows and 64 columns."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(
-        dq, list(dq.shape), list(dq.stride()), [1, 64, 1, 64], _layouts()[2]
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1)
-def _layouts() -> tuple[Any, Any, Any]:
-    """Of tiles in 16 bits, of statistics, and of tiles in fp32."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    return (
-        NVMMASharedLayout(128, 16, 4), NVMMASharedLayout(0, 32, 3), NVMMASharedLayout(128, 32, 4)
-    )  # fmt: skip
-
-
-def _hopper_width(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
 
 
 def _width(head_dim: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from msa_kernels.plan import PartPlan, Request
-from msa_kernels.triton import fp8_forward, launch
+from msa_kernels.triton import fp8_forward, launch, tma
 from msa_kernels.triton.fp8 import TILE, quantised
 from msa_kernels.triton.launch import TritonKernel
 from msa_kernels.triton.lists import device_lists
@@ -68,7 +68,7 @@ class Fp8Kernel(TritonKernel):
         hopper = (
             self._hopper is not False and not launch.INTERPRETED and launch._is_hopper(q.device)
         )
-        width = launch._hopper_width(head_dim)
+        width = tma.width(head_dim)
         plain = SMALLEST if launch.INTERPRETED else PLAIN
         tiles = (TILE, TILE) if hopper else plain[:2]
         q, k, v = (launch._unit_stride(t) for t in (q, k, v))

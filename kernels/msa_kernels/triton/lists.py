@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,11 @@ import torch
 
 from msa_kernels.plan import PartPlan
 from msa_kernels.walks import Walk
+
+TURNS = 4
+"""Programs for each SM, at least, where rows are shared out: the last ones end almost together."""
+SHARE = 64
+"""Tiles that a program should have to do: filling and draining a pipeline costs as much as two."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,15 @@ class DeviceLists:
     index: torch.Tensor
     order: torch.Tensor
     tiles: int
+
+    def shares(self, heads: int) -> tuple[int, int]:
+        """How many neighbouring rows of a head's list one program takes, and how many programs
+        that makes of a head: rows of few tiles are taken together, as long as every SM has its
+        turn often. ``heads`` are those of the whole batch."""
+        tiles = max(1, (self.index.numel() - 1) // self.order.numel())
+        turns = self.tiles * heads // _processors(self.order.device)
+        each = max(1, min(-(-SHARE // tiles), turns // TURNS))
+        return each, -(-self.tiles // each)
 
 
 def device_lists(
@@ -54,3 +69,8 @@ def _upload(each: Sequence[Walk], device: torch.device) -> DeviceLists:
         *(torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device) for a in host),
         tiles=len(each[0].middles),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
