@@ -254,6 +254,19 @@ def test_a_whole_model_is_one_graph(case: str) -> None:
         torch.testing.assert_close(grad, exact, atol=1e-6, rtol=1e-3)
 
 
+def test_one_graph_serves_every_length() -> None:
+    torch._dynamo.reset()
+    hf.set_patterns(model := build(MistralConfig(**SMALL, sliding_window=7)), Dense())
+    compiled = torch.compile(model, **WHOLE, dynamic=True)
+    counts = torch._dynamo.utils.counters
+    counts.clear()
+    for length in (40, 56, 33):
+        ids = torch.randint(1, 64, (2, length))
+        found, wanted = (m(ids, use_cache=False).logits for m in (compiled, model))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert counts["stats"]["unique_graphs"] == 1
+
+
 def test_a_graph_refuses_what_it_refuses_eagerly() -> None:
     torch._dynamo.reset()
     model = torch.compile(build(LlamaConfig(**SMALL)), **WHOLE)

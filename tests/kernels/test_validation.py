@@ -67,7 +67,7 @@ def packed(**changes: Any) -> dict[str, Any]:
         ({"pattern": BlockTopK(4, 2)}, "nearest: BlockList"),
         ({"pattern": PerHead((Dense(), BlockTopK(4, 2)))}, "nearest: BlockList"),
         ({"backend": "cutlass"}, "choose auto, .*triton, .*torch"),
-        ({"backend": "triton"}, "triton: .*Nearest: backend='sdpa'"),
+        ({"backend": "triton"}, "triton: .*Nearest: backend='torch'"),
         ({"backend": "sdpa", "pattern": Window(4)}, "serves Dense only.*Nearest"),
         ({"backend": "flex", "needs_grad": True}, "no gradient on a CPU"),
     ],
