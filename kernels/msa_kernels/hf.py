@@ -210,11 +210,11 @@ def attention_mask(
         raise BackendError("the model adds a mask function of its own, which is not implemented")
     windows: set[int] = set()
     hidden = False
-    if tracing and mask_function is not None:
-        found, hidden = read_mask(mask_function)
-        windows.update(found)
-    else:
+    seen = read_mask(mask_function) if tracing and mask_function is not None else None
+    if seen is None:
         _read_mask(mask_function, windows)
+    else:
+        windows, hidden = set(seen[0]), seen[1]
     if kv_offset + kv_length != q_offset + q_length:
         raise BackendError(
             f"a cache whose last key is not the last token (a static one: keys {int(kv_offset)} "

@@ -67,23 +67,21 @@ def _made(kind: type[_Index], notes: list[str | int]) -> _Index:
     return index
 
 
-def read_mask(function: Callable[..., Any]) -> tuple[list[int], bool]:
+def read_mask(function: Callable[..., Any]) -> tuple[list[int], bool] | None:
     """The windows of a mask function, and whether it hides what it does: transformers counts
-    positions within documents by indices of its own. Raises BackendError for what is not known."""
+    positions within documents by indices of its own. None for one that is not known, which the
+    caller takes apart outside of the graph."""
     notes: list[str | int] = []
     far: Any = _made(_Far, notes)
     query, key = _made(_Query, notes), _made(_Key, notes)
     query.far = far  # type: ignore[attr-defined]
     function(0, 0, query, key)
-    windows = [note for note in notes if isinstance(note, int)]
-    unknown = [
-        note for note in notes if isinstance(note, str) and note not in ("causal", "bidirectional")
-    ]
-    if unknown:
-        raise BackendError(
-            f"the model's mask is not implemented: it computes {', '.join(unknown)}; known: "
-            "causal, bidirectional, sliding window"
-        )
+    windows: list[int] = []
+    for note in notes:
+        if isinstance(note, int):
+            windows.append(note)
+        elif note not in ("causal", "bidirectional"):
+            return None
     return windows, not notes
 
 
