@@ -121,9 +121,9 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
     and whatever is not floating point as they are."""
     device = tensor.device.type
     wide = tensor.dtype == torch.float64 or not tensor.is_floating_point()
-    # A device without autocast, as "meta" is one, cannot be asked whether it is on.
-    known = torch.amp.is_autocast_available(device)
-    if wide or not known or not torch.is_autocast_enabled(device):
+    # "meta" has no autocast and cannot be asked whether it is on; asking which devices have one
+    # breaks the graph of a compiled model with PyTorch 2.11.
+    if wide or device == "meta" or not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 
