@@ -229,11 +229,13 @@ def test_documents_by_length_compile_without_breaks(dynamic: bool | None) -> Non
     packed = pattern & documents
     wanted = msa_attention(x, x, x, packed)
 
-    for attend in (
+    calls = [
         lambda t: msa_attention(t, t, t, pattern, documents=documents),
-        lambda t: msa_attention(t, t, t, pattern & documents),
         lambda t: msa_attention(t, t, t, packed),
-    ):
+    ]
+    if torch.__version__ >= (2, 13):  # before, patterns that a graph makes break it
+        calls.append(lambda t: msa_attention(t, t, t, pattern & documents))
+    for attend in calls:
         compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         torch.testing.assert_close(compiled(x), wanted)
 
