@@ -108,14 +108,17 @@ def ray_head() -> Iterator[RayHead]:
 def _start(folder: Path, environment: dict[str, str], log: Path) -> tuple[psutil.Popen, int, int]:
     """The head's process, its address for drivers, and the dashboard's port."""
     for left in reversed(range(START_ATTEMPTS)):
-        gcs, port = free_port(), free_port()
+        # The agent that starts jobs has one port on every machine unless told otherwise, and a
+        # second head on it takes none.
+        gcs, port, agent = free_port(), free_port(), free_port()
         log.write_text("")
         process = psutil.Popen(
             [
                 str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
                 "--node-ip-address=127.0.0.1", f"--port={gcs}", "--num-cpus=2",
                 "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-                f"--dashboard-port={port}", f"--temp-dir={folder}/ray",
+                f"--dashboard-port={port}", f"--dashboard-agent-listen-port={agent}",
+                f"--temp-dir={folder}/ray",
                 f"--object-store-memory={128 << 20}", "--disable-usage-stats",
             ],
             env=environment,
