@@ -18,11 +18,12 @@ import numpy as np
 import torch
 import triton
 
+from msa_kernels.capabilities import few_rules
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import GradDtypes, PartPlan, Request
 from msa_kernels.triton import backward, forward, stats, tables, tma
 from msa_kernels.triton.lists import device_lists
-from msa_kernels.triton.predicate import Predicate, encode, unsupported
+from msa_kernels.triton.predicate import Predicate, encode
 from msa_kernels.triton.tables import SMALLEST, Tile
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,7 +68,7 @@ class TritonKernel:
             return missing
         try:
             groups = {request.pattern.for_group(g) for g in range(request.kv_heads)}
-            reasons = [unsupported(part) for group in groups for part in group.parts()]
+            reasons = [few_rules(part) for group in groups for part in group.parts()]
         except PatternError as error:
             return str(error)
         return next((reason for reason in reasons if reason), None)

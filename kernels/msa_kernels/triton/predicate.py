@@ -20,9 +20,6 @@ from msa_kernels.rules import FARTHEST, Part, Rule
 WIDTH = 8
 """int32 parameters per rule: lo, hi, step, sinks, block, column length, first column, table."""
 
-MAX_RULES = 6
-"""Rules and exclusions of one part that fit the compile-time flags."""
-
 _LO, _HI, _STEP, _SINKS, _BLOCK, _COLUMNS, _TABLE = (1 << n for n in range(7))
 
 LO, HI, STEP, SINKS, BLOCK, COLUMNS, TABLE = (
@@ -48,19 +45,9 @@ class Predicate(NamedTuple):
     """Query and key blocks of the table."""
 
 
-def unsupported(part: Part) -> str | None:
-    """Why the kernels cannot evaluate this part, or None."""
-    if len(part.rules) + len(part.minus) > MAX_RULES:
-        return f"{len(part.rules) + len(part.minus)} rules in one part, at most {MAX_RULES}"
-    tables = [r.table for r in (*part.rules, *part.minus) if r.table is not None]
-    if any(table != tables[0] for table in tables):
-        return "two different block lists in one part"
-    return None
-
-
 @by_identity(kept=64)
 def encode(part: Part) -> Predicate:
-    """``part`` in integers; it must not be :func:`unsupported`."""
+    """``part`` in integers; :func:`msa_kernels.capabilities.few_rules` says of which parts."""
     every = (*part.rules, *part.minus)
     flags = 0
     params = np.zeros((len(every), WIDTH), np.int32)
