@@ -27,8 +27,6 @@ from msa_kernels.pattern import (
 from msa_kernels.placement import Placement
 from msa_kernels.plan import Align, Request, holds_no_values
 
-backends.preload()
-
 Packing: TypeAlias = Documents | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 DIRECT = tuple(name for name, limits in LIMITS.items() if limits.whole_calls)
@@ -88,6 +86,8 @@ def msa_attention(
     compiling = torch.compiler.is_compiling()
     direct = None
     if not compiling or backend in DIRECT:
+        if compiling:
+            backends.preload()
         request = Request(
             device=q.device, dtype=q.dtype, batch=q.shape[0], q_rows=q.shape[1],
             k_rows=k.shape[1], q_heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],

@@ -184,12 +184,18 @@ _loaded: dict[str, Backend | str] = {}
 """Backends, or why they cannot be loaded."""
 
 
-def preload() -> None:
-    """Load what calls on this machine may use: ``torch.compile`` cannot trace an import."""
+@torch.compiler.assume_constant_result
+def preload() -> bool:
+    """Load what calls on this machine may use, while a graph is traced: an import cannot be.
+
+    Not before: whoever imports this package may want to choose devices or to fork afterwards, and
+    asking PyTorch for a GPU settles both.
+    """
     for name in LOADERS:
         if name not in (*OPTIONAL, *OURS) or torch.cuda.is_available():
             with contextlib.suppress(ImportError):
                 load(name)
+    return True
 
 
 def refusal(name: str, request: Request) -> str | None:

@@ -156,7 +156,7 @@ def _obey(
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(
-            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), **environment},
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment},
             WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1",
         )  # fmt: skip
         function = runpy.run_path(path)[name]
@@ -217,7 +217,7 @@ def _redirect(
     os.close(file)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

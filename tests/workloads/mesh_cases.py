@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from msa_workloads.context.run import context_split
 from msa_workloads.data import IGNORE, Loader, Sample
+from msa_workloads.evaluate import move
 from msa_workloads.model import LanguageModel, build_model, effective_patterns
 from msa_workloads.optimizer import clip_gradients
 from msa_workloads.parallel.collective import sum_over_ranks
@@ -68,6 +69,7 @@ class Case:
     micro_batch: int = 1
     loss_chunk: int = 0
     checkpointing: str = "none"
+    device: str = "cpu"
 
     @property
     def ranks(self) -> int:
@@ -78,7 +80,7 @@ class Case:
         """The same step on one process, whole."""
         return Case(
             model=self.model, pattern=self.pattern, dense_layers=self.dense_layers,
-            length=self.length, packing=self.packing, micro_batch=SAMPLES,
+            length=self.length, packing=self.packing, micro_batch=SAMPLES, device=self.device,
         )  # fmt: skip
 
     def spec(self) -> RunSpec:
@@ -140,7 +142,7 @@ class Synthetic:
 def prepare(case: Case) -> tuple[Mesh, LanguageModel, Loader]:
     """What a run makes before its first step."""
     spec = case.spec()
-    mesh = _mesh(spec.mesh, spec.context.heads)
+    mesh = _mesh(spec.mesh, spec.context.heads, case.device)
     model = build_model(spec, VOCABULARY, mesh if case.ranks > 1 else None, mesh.device)
     stream: Any = Synthetic(case.length, case.packing)
     split, _ = context_split(
@@ -154,10 +156,10 @@ def prepare(case: Case) -> tuple[Mesh, LanguageModel, Loader]:
 
 
 @functools.cache
-def _mesh(spec: MeshSpec, heads: int) -> Mesh:
+def _mesh(spec: MeshSpec, heads: int, device: str) -> Mesh:
     """One for all cases of a process: every process group of gloo keeps its threads until the end,
     and thirty meshes on eight ranks were five hundred threads a rank."""
-    return build_mesh(spec, join_world("cpu"), heads=heads)
+    return build_mesh(spec, join_world(device), heads=heads)
 
 
 def step(case: Case) -> dict[str, Any]:
@@ -193,10 +195,11 @@ def _gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
 def alone(case: Case) -> dict[str, Any]:
     """The same step of one process, by the same model without a mesh."""
     spec = case.spec()
-    model = build_model(spec, VOCABULARY, None, torch.device("cpu"))
+    device = torch.device("cpu" if case.device == "cpu" else "cuda:0")
+    model = build_model(spec, VOCABULARY, None, device)
     stream: Any = Synthetic(case.length, case.packing)
     read = Loader(stream, 0, 1, SAMPLES, 1).step(0)
-    loss = model(read.batches[0]) / read.valid
+    loss = model(move(read.batches[0], device)) / read.valid
     loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     norm = float(torch.stack([g.double().norm() for g in grads.values()]).norm())
@@ -227,7 +230,7 @@ def worst_error(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 def errors_of(cases: list[Case]) -> list[tuple[float, Case]]:
     """The worst error of every case; on rank 0, which alone computes the references."""
     references: dict[Case, dict[str, Any]] = {}
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(all(case.device == "cpu" for case in cases))
     found = []
     for case in cases:
         result = step(case)

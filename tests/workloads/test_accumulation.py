@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msa_workloads.evaluate import move
 from msa_workloads.model import build_model
 from msa_workloads.parallel import fsdp
 from msa_workloads.parallel.fsdp import accumulate
@@ -20,23 +21,24 @@ from forked_ranks import on_forks
 from mesh_cases import VOCABULARY, Case, Synthetic
 
 
-def halfway(parameters: str, mesh_sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+def halfway(
+    parameters: str, mesh_sizes: tuple[int, int, int, int], device: str = "cpu"
+) -> dict[str, Any]:
     """Of a step of three micro-batches: elements of gradients over those of this rank's weights
     after each, bytes of fp32 sums likewise, and the gradients, which are also found from a whole
     sum in fp32."""
     from msa_workloads.data import Loader
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     spec = Case(mesh_sizes, model="qwen3").spec()
     spec = replace(
         spec, training=replace(spec.training, precision="bf16"),
         memory=replace(spec.memory, parameters=parameters),  # type: ignore[arg-type]
     )  # fmt: skip
-    mesh = build_mesh(spec.mesh, join_world("cpu"))
+    mesh = build_mesh(spec.mesh, join_world(device))
     model = build_model(spec, VOCABULARY, mesh, mesh.device)
     own = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
-    batches = Loader(Synthetic(64, "whole"), dist.get_rank(), 2, 1, 3).step(0).batches  # type: ignore
+    read = Loader(Synthetic(64, "whole"), dist.get_rank(), 2, 1, 3).step(0)  # type: ignore
+    batches = [move(batch, mesh.device) for batch in read.batches]
     found: dict[str, Any] = {"gradients": [], "sums": []}
     for _ in range(2):  # nothing of a step is left for the next one
         model.zero_grad()
@@ -47,23 +49,28 @@ def halfway(parameters: str, mesh_sizes: tuple[int, int, int, int]) -> dict[str,
             sums = [t.nbytes for one in fsdp._sums.values() for t in one.held.values()]
             found["gradients"].append(sum(grads) / own)
             found["sums"].append(sum(sums) / own)
-    found["mine"] = [p.grad.full_tensor().float() for p in model.parameters()]  # type: ignore
+    found["mine"] = [p.grad.full_tensor().float().cpu() for p in model.parameters()]  # type: ignore
     model.zero_grad()
     for number, batch in enumerate(batches):
         model.set_requires_gradient_sync(number == len(batches) - 1)  # type: ignore[operator]
         (model(batch) / 100).backward()
-    found["whole"] = [p.grad.full_tensor().float() for p in model.parameters()]  # type: ignore
+    found["whole"] = [p.grad.full_tensor().float().cpu() for p in model.parameters()]  # type: ignore
     fsdp._sums.clear()
     return found
 
 
-def every() -> list[dict[str, Any]]:
+def every(device: str) -> list[dict[str, Any]]:
     shards, replicas = (1, 2, 1, 1), (2, 1, 1, 1)
-    return [halfway("fp32", shards), halfway("bf16", shards), halfway("bf16", replicas)]
+    given = [("fp32", shards), ("bf16", shards), ("bf16", replicas)]
+    return [halfway(parameters, mesh, device) for parameters, mesh in given]
 
 
 def test_between_micro_batches_gradients_are_shards_that_add_up_in_fp32():
-    for masters, narrow, copies in on_forks(every, 2):
+    check(on_forks(every, 2, "cpu"))
+
+
+def check(ranks: list[list[dict[str, Any]]]) -> None:
+    for masters, narrow, copies in ranks:
         assert masters["gradients"] == [1.0] * 6 and masters["sums"] == [0.0] * 6
         assert narrow["gradients"] == [1.0] * 6
         # Padding of what two ranks share is a little more than its numbers.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from gpucases import relative_error
@@ -156,3 +159,37 @@ def test_the_check_command_passes(name: str) -> None:
     outcomes = list(check.check("cuda", torch.bfloat16, [name]))
     assert all(o.ok for o in outcomes), [o for o in outcomes if not o.ok]
     assert any(not o.refused for o in outcomes)
+
+
+IMPORTS = """
+import os, sys, torch
+from msa_kernels.attention import msa_attention
+from msa_kernels.pattern import Dense, Window
+"""
+
+FORKS = """
+child = os.fork()
+if child == 0:
+    q = torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16)
+    out = msa_attention(q, q, q, Window(64))
+    os._exit(0 if out.isfinite().all() else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+COMPILES = """
+def attend(q):
+    return msa_attention(q, q, q, Dense(), backend=sys.argv[1])
+q = torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+found = torch.compile(attend, fullgraph=True)(q)
+torch.testing.assert_close(found, attend(q), atol=1e-2, rtol=2e-2)
+"""
+
+
+@pytest.mark.parametrize("code", [("fork", FORKS), ("auto", COMPILES), ("sdpa", COMPILES)])
+def test_a_new_process_forks_or_compiles_first(code: tuple[str, str]) -> None:
+    """Imported and nothing more: the GPU is free for forks, and what runs is loaded in time."""
+    name, rest = code
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS + rest, name], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
