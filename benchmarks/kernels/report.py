@@ -3,9 +3,8 @@
     python benchmarks/kernels/report.py benchmarks/kernels/h200.json
 
 The file holds rows of one run of ``measure.py``, or of several with a ``run`` number each: the
-newest of a row is shown, and all of them side by side where there are more: of the project's own
-kernels those with the same name in ``kernels`` of their run. A row with a ``note`` is kept for the
-record and shown only where there is no other.
+newest of a row is shown, and all of them side by side where there are more. A row with a ``note``
+is kept for the record and shown only where there is no other.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def main() -> None:
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    tables = heading(run) + table(plain) + again(by_key, run)
+    tables = heading(run) + table(plain) + again(by_key)
     if others:
         tables += "\n\nOther head sizes, and fp16:\n\n" + table(others)
     PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
@@ -63,17 +62,13 @@ def key(row: dict) -> tuple:
     return (*(row[name] for name in names), *shape(row))
 
 
-def again(by_key: dict[tuple, list[dict]], run: dict) -> str:
+def again(by_key: dict[tuple, list[dict]]) -> str:
     """Rows that several runs measured with the same implementation."""
-    kernels = {one["run"]: one.get("kernels") for one in run.get("runs", [])}
-
-    def ran(row: dict) -> tuple:
-        own = any(name.startswith("triton") for name in row.get("ran", []))
-        return row.get("ran"), kernels.get(row.get("run")) if own else None
-
     lines = []
     for same in by_key.values():
-        sound = [row for row in same if "note" not in row and ran(row) == ran(same[-1])]
+        sound = [
+            row for row in same if "note" not in row and row.get("ran") == same[-1].get("ran")
+        ]
         if len(sound) > 1:
             times = ", ".join(f"{row['total_ms']:.2f}" for row in sound)
             numbers = ", ".join(str(row["run"]) for row in sound)
@@ -89,10 +84,8 @@ def again(by_key: dict[tuple, list[dict]], run: dict) -> str:
         "| pattern | batch x tokens | implementation | both, ms | runs | apart |\n"
         "|---|---|---|---:|---|---:|\n"
     )
-    return (
-        "\n\nRows that several runs measured (4 and 5 on one machine, 8 and 9 on another, the "
-        "others on one each; of `triton` those since run 8, when short lists became faster):\n\n"
-        + (head + "\n".join(sorted(lines)))
+    return "\n\nRows that several runs measured, each on another machine:\n\n" + (
+        head + "\n".join(sorted(lines))
     )
 
 

@@ -36,7 +36,14 @@ SANITIZERS = {
 }
 TOOLS = ("consan", *SANITIZERS)
 KERNELS = ("Gluon", "plain")
-CALLS = ("sinks in documents", "lists per head", "dense", "strided", "odd head size")
+CALLS = (
+    "sinks in documents",
+    "lists per head",
+    "dense",
+    "strided",
+    "odd head size",
+    "wide head size",
+)
 FORGETS = "a wait is forgotten"
 """The call that ConSan must stop."""
 
@@ -67,6 +74,7 @@ def call(name: str, kernels: str) -> None:
         "dense": (Dense(), 200, 128, 0),
         "strided": (Strided(4, "union"), 192, 64, 0),
         "odd head size": (SinkWindow(60, 7), 129, odd, 0),
+        "wide head size": (SinkWindow(60, 7), 200, 256, 70),
     })[name]  # fmt: skip
     documents = torch.arange(rows).ge(cut)[None].int() if cut else None
     backend.load("triton")

@@ -133,8 +133,9 @@ def preference(request: Request) -> tuple[str, ...]:
     On a CPU the tiled torch implementation alone: as fast as SDPA on dense attention, and exact on
     every pattern. flash-attn-4 and cudnn-frontend reach 1.1 to 1.2 times our kernels on what they
     serve, the first on dense attention and windows, the second on sinks and block lists; on unions
-    with a dilated part, which neither serves in one call, ours are the fastest. Deterministic
-    backwards of cudnn-frontend wait for one another, ours do not.
+    with a dilated part, which neither serves in one call, ours are the fastest, and on Hopper for
+    head sizes above 128. Deterministic backwards of cudnn-frontend wait for one another, ours do
+    not.
     """
     if request.device.type != "cuda":
         return ("torch",)
@@ -142,7 +143,14 @@ def preference(request: Request) -> tuple[str, ...]:
         return ("sdpa", "fa4", "triton", "cudnn", "flex", "torch")
     if request.deterministic or request.batch * request.q_rows < FEW_TOKENS:
         return ("fa4", "triton", "cudnn", "sdpa", "flex", "torch")
+    if request.head_dim > 128 and _is_hopper(request.device):
+        return ("triton", "fa4", "cudnn", "sdpa", "flex", "torch")
     return ("fa4", "cudnn", "triton", "sdpa", "flex", "torch")
+
+
+@lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @dataclass(frozen=True)

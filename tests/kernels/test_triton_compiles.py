@@ -145,13 +145,15 @@ def test_every_table_has_what_small_cards_hold(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("kind", ["forward", "dq", "dkv", "fused"])
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [*itertools.product(("forward", "dq", "dkv"), (64, 128, 256)), ("fused", 64), ("fused", 128)],
+)
 def test_hopper_kernels_fit_and_keep_the_tensor_cores_busy(kind: str, width: int) -> None:
     module = {
         "forward": hopper_forward, "dq": hopper_dq, "dkv": hopper_dkv, "fused": hopper_fused
     }[kind]  # fmt: skip
-    block, stages = launch.FUSED[width] if kind == "fused" else launch.HOPPER[kind]
+    block, stages = (launch.FUSED if kind == "fused" else launch.HOPPER[kind])[width]
     tile, line, total = (repr(layout) for layout in tma.layouts())
 
     def rows(count: int) -> str:

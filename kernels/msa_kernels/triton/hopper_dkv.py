@@ -1,8 +1,10 @@
 """The pass of backward attention for dK and dV, for Hopper: over the transposed lists, no atomics.
 
 Written in Gluon; :mod:`msa_kernels.triton.backward` is its plain twin. A producer warp loads tiles
-of queries by TMA; two consumer warpgroups own 64 keys each. :mod:`msa_kernels.triton.hopper_dq`
-says what the LSE is, :mod:`msa_kernels.triton.hopper_forward` what the tuples of arguments are.
+of queries by TMA; two consumer warpgroups own 64 keys each. Above a head size of 128 the registers
+of a warpgroup hold one of the two sums: both own the same 64 keys, one their dV, the other their
+dK. :mod:`msa_kernels.triton.hopper_dq` says what the LSE is,
+:mod:`msa_kernels.triton.hopper_forward` what the tuples of arguments are.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ def key_step(n, begin, middle, end, GROUP: gl.constexpr, BY_HEAD: gl.constexpr):
 @gluon.jit
 def dkv_produce(
     descs, smem, bars, walk, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, BY_HEAD: gl.constexpr,
+    STAGES: gl.constexpr, BY_HEAD: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
+    """``HALVES`` of 64 keys are a tile."""
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc = descs
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     k_full, q_full, q_free, do_full, do_free = bars
@@ -73,8 +76,8 @@ def dkv_produce(
     count = 0
     batch, kv_head, k_tile, begin, middle, end = key_item(walk)
     if begin < end:
-        for half in gl.static_range(2):
-            at = [batch, k_tile * 128 + 64 * half, kv_head, 0]
+        for half in gl.static_range(HALVES):
+            at = [batch, 64 * (k_tile * HALVES + half), kv_head, 0]
             mbarrier.expect(k_full.index(half), 2 * 64 * HEAD_DIM * 2)
             tma.async_copy_global_to_shared(k_desc, at, k_full.index(half), k_smem.index(half))
             tma.async_copy_global_to_shared(v_desc, at, k_full.index(half), v_smem.index(half))
@@ -104,7 +107,25 @@ def dkv_produce(
 
 
 @gluon.jit
-def _dkv_consume(
+def _seeing(
+    first_row, q_row, mask, BLOCK_M: gl.constexpr, FLAGS: gl.constexpr, RULES: gl.constexpr,
+    MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Which of 64 keys (down) are seen by which queries of the tile at ``q_row`` (across)."""
+    q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
+    q_rows, k_rows, q_start, k_start = mask[8:]
+    keys = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    j, key_document = token(keys, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
+    return seen(
+        j, k_start + k_rows, key_document, columns, q_row, q_rows, q_start, q_pos, q_doc,
+        k_start + first_row, values, table, table_q, table_k, FLAGS, RULES, MINUS, LOOKUP, False,
+        SIMPLE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _half_consume(
     smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
@@ -113,13 +134,11 @@ def _dkv_consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
 
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     k_full, q_full, q_free, do_full, do_free = bars
     pointers, middles, index, order, tiles, kv_heads = walk
-    q_pos, q_doc, k_pos, k_doc, values, table, table_q, table_k = mask[:8]
     q_rows, k_rows, q_start, k_start = mask[8:]
     dk, dv, stride_b, stride_s, stride_h, head_dim, scale = outputs
     dtype: gl.constexpr = q_smem.dtype
@@ -155,15 +174,10 @@ def _dkv_consume(
                 s = warpgroup_mma_wait(1, deps=[s])
                 p = gl.exp2(s * qk_scale - lse_row[None, :])
                 if masked == 0:
-                    keys = first_row + gl.arange(0, 64, layout=ROW)
-                    j, key_document = token(keys, k_rows, k_start, k_pos, k_doc, -1, SIMPLE)
                     entry, _ = key_step(n, begin, middle, end, GROUP, False)
-                    q_row = gl.load(index + entry) * BLOCK_M
-                    columns = gl.arange(0, BLOCK_M, layout=COLUMN)
-                    ok = seen(
-                        j, k_start + k_rows, key_document, columns, q_row, q_rows, q_start, q_pos,
-                        q_doc, k_start + first_row, values, table, table_q, table_k, FLAGS, RULES,
-                        MINUS, LOOKUP, False, SIMPLE,
+                    ok = _seeing(
+                        first_row, gl.load(index + entry) * BLOCK_M, mask, BLOCK_M, FLAGS, RULES,
+                        MINUS, LOOKUP, SIMPLE, S_LAYOUT,
                     )  # fmt: skip
                     p = gl.where(ok, p, 0.0)
                 p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
@@ -184,6 +198,101 @@ def _dkv_consume(
                dv_acc, O_LAYOUT, HEAD_DIM)  # fmt: skip
 
 
+@gluon.jit
+def _wide_consume(
+    smem, bars, walk, mask, outputs, OF_KEYS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+):  # fmt: skip
+    """dK of the program's 64 keys with ``OF_KEYS``, else dV: the probabilities are made twice."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
+    k_full, q_full, q_free, do_full, do_free = bars
+    pointers, middles, index, order, tiles, kv_heads = walk
+    q_rows, k_rows, q_start, k_start = mask[8:]
+    dk, dv, stride_b, stride_s, stride_h, head_dim, scale = outputs
+    dtype: gl.constexpr = q_smem.dtype
+    qk_scale = scale * LOG2E
+    zero = gl.full([64, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
+    k = flat(k_smem.index(0), 64, HEAD_DIM)
+    v = flat(v_smem.index(0), 64, HEAD_DIM)
+
+    count = 0
+    batch, kv_head, k_tile, begin, middle, end = key_item(walk)
+    acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
+    if begin < end:
+        mbarrier.wait(k_full.index(0), 0)
+        for masked in gl.static_range(2):
+            if masked == 0:
+                first = 0
+                last = (middle - begin) * GROUP
+            else:
+                first = (middle - begin) * GROUP
+                last = (end - begin) * GROUP
+            for n in range(first, last):
+                stage = count % STAGES
+                phase = (count // STAGES) & 1
+                mbarrier.wait(q_full.index(stage), phase)
+                q = flat(q_smem.index(stage), BLOCK_M, HEAD_DIM)
+                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                lse_row = row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
+                mbarrier.wait(do_full.index(stage), phase)
+                do = flat(do_smem.index(stage), BLOCK_M, HEAD_DIM)
+                if OF_KEYS:
+                    dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                    s = warpgroup_mma_wait(1, deps=[s])
+                else:
+                    s = warpgroup_mma_wait(0, deps=[s])
+                    mbarrier.arrive(q_free.index(stage), count=1)
+                p = gl.exp2(s * qk_scale - lse_row[None, :])
+                if masked == 0:
+                    entry, _ = key_step(n, begin, middle, end, GROUP, False)
+                    ok = _seeing(
+                        k_tile * 64, gl.load(index + entry) * BLOCK_M, mask, BLOCK_M, FLAGS, RULES,
+                        MINUS, LOOKUP, SIMPLE, S_LAYOUT,
+                    )  # fmt: skip
+                    p = gl.where(ok, p, 0.0)
+                if OF_KEYS:
+                    delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
+                    dp = warpgroup_mma_wait(0, deps=[dp])
+                    mbarrier.arrive(do_free.index(stage), count=1)
+                    ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
+                    acc = warpgroup_mma(ds, q, acc, is_async=True)
+                    acc, ds = warpgroup_mma_wait(0, deps=[acc, ds])
+                    mbarrier.arrive(q_free.index(stage), count=1)
+                else:
+                    p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                    acc = warpgroup_mma(p_low, do, acc, is_async=True)
+                    acc, p_low = warpgroup_mma_wait(0, deps=[acc, p_low])
+                    mbarrier.arrive(do_free.index(stage), count=1)
+                count += 1
+    o_rows = k_tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    if OF_KEYS:
+        store_tile(dk, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
+                   acc * scale, O_LAYOUT, HEAD_DIM)  # fmt: skip
+    else:
+        store_tile(dv, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
+                   acc, O_LAYOUT, HEAD_DIM)  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    smem, bars, walk, mask, outputs, NUMBER: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
+    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+):  # fmt: skip
+    if HEAD_DIM <= 128:
+        _half_consume(smem, bars, walk, mask, outputs, NUMBER, GROUP, HEAD_DIM, BLOCK_M, STAGES,
+                      FLAGS, RULES, MINUS, LOOKUP, SIMPLE)  # fmt: skip
+    else:
+        _wide_consume(smem, bars, walk, mask, outputs, NUMBER, GROUP, HEAD_DIM, BLOCK_M, STAGES,
+                      FLAGS, RULES, MINUS, LOOKUP, SIMPLE)  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
 def dkv_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk, dv, pointers, middles, index, order,
@@ -193,19 +302,20 @@ def dkv_kernel(
     RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
     GROUP: gl.constexpr, PER_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of (BLOCK_M queries, 128 keys); a program per (tile, key/value head, batch row);
-    dk and dv share their strides."""
+    """Tiles of (BLOCK_M queries, 128 keys; 64 above a head size of 128); a program per (tile,
+    key/value head, batch row); dk and dv share their strides."""
     dtype: gl.constexpr = q_desc.dtype
+    HALVES: gl.constexpr = 2 if HEAD_DIM <= 128 else 1
     smem = (
         gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], q_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [2, 1, 64, 1, HEAD_DIM], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [2, 1, 64, 1, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [HALVES, 1, 64, 1, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(dtype, [HALVES, 1, 64, 1, HEAD_DIM], k_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, BLOCK_M], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, BLOCK_M], lse_desc.layout),
     )
     bars = (
-        barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
+        barriers(HALVES, 1), barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1),
         barriers(STAGES, 2),
     )  # fmt: skip
     own = (gl.program_id(0) // tiles) % kv_heads * PER_HEAD
@@ -220,17 +330,17 @@ def dkv_kernel(
     outputs = (dk, dv, stride_b, stride_s, stride_h, head_dim, scale)
     gl.warp_specialize(
         [
-            (_dkv_consume, (
+            (_consume, (
                 smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
                 RULES, MINUS, LOOKUP, SIMPLE,
             )),
-            (_dkv_consume, (
+            (_consume, (
                 smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
                 RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem, bars, walk, GROUP,
-                HEAD_DIM, BLOCK_M, STAGES, False,
+                HEAD_DIM, BLOCK_M, STAGES, False, HALVES,
             )),
         ],
         [4, 1],

@@ -249,7 +249,7 @@ def fused_kernel(
             )),
             (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem[:6], bars[:5], walk,
-                GROUP, HEAD_DIM, BLOCK_M, STAGES, True,
+                GROUP, HEAD_DIM, BLOCK_M, STAGES, True, 2,
             )),
             (_write, (dq_desc, smem[7], bars[4:], walk, GROUP, BLOCK_M, STAGES)),
         ],

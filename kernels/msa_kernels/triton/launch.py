@@ -30,9 +30,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run element by element on the CPU: for tests only."""
 
 MAX_HEAD_DIM = 256
-HOPPER_HEAD_DIM = 128
-HOPPER = {"forward": (128, 2), "dq": (128, 2), "dkv": (64, 2)}
-"""Rows of the tile that streams past the 128 resident ones, and how many are in flight."""
+NARROW = 128
+"""Head sizes above it have other tiles on Hopper, and no backward of one pass there."""
+HOPPER = {
+    "forward": {64: (128, 2), 128: (128, 2), 256: (64, 2)},
+    "dq": {64: (128, 2), 128: (128, 2), 256: (32, 2)},
+    "dkv": {64: (64, 2), 128: (64, 2), 256: (64, 2)},
+}
+"""Rows of the tile that streams past the resident ones, and how many are in flight, by padded head
+size. 128 rows are resident; of keys above a head size of 128, 64."""
 FUSED = {64: (128, 2), 128: (64, 2)}
 """The same for the backward of one pass, by padded head size."""
 
@@ -87,7 +93,8 @@ class TritonKernel:
         out = torch.empty((batch, q_rows, q_heads, head_dim), dtype=out_dtype, device=q.device)
         lse = torch.empty((batch, q_heads, q_rows), dtype=torch.float32, device=q.device)
         hopper = self._uses_hopper(q, k, v)
-        block, stages = HOPPER["forward"]
+        width = tma.width(head_dim)
+        block, stages = HOPPER["forward"][width]
         plain = self._tile(q, "forward")
         tiles = (128, block) if hopper else plain[:2]
         lists = device_lists(plan, *tiles, q.device)
@@ -102,7 +109,7 @@ class TritonKernel:
             hopper_forward.forward_kernel[(shares * q_heads * batch,)](
                 tma.tile(q, 64), tma.tile(k, block), tma.tile(v, block), out, lse, *walk, *common,
                 q_heads, kv_heads, lists.tiles, each, *out.stride()[:3], head_dim, log2_scale,
-                HEAD_DIM=tma.width(head_dim), BLOCK_N=block, STAGES=stages,
+                HEAD_DIM=width, BLOCK_N=block, STAGES=stages,
                 **constants, num_warps=4,
             )  # fmt: skip
         else:
@@ -127,7 +134,8 @@ class TritonKernel:
         dk = torch.empty(k.shape, dtype=of_keys, device=q.device)
         dv = torch.empty(v.shape, dtype=of_keys, device=q.device)
         lse, delta = stats.padded_stats(lse, delta)
-        if self._uses_hopper(q, k, v, dout):
+        narrow = q.shape[3] <= NARROW
+        if self._uses_hopper(q, k, v, dout) and (narrow or not self._fused):
             self._hopper_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
         else:
             self._plain_backward(q, k, v, dout, dq, dk, dv, lse, delta, plan, scale)
@@ -159,7 +167,7 @@ class TritonKernel:
                 **constants, num_warps=4,
             )  # fmt: skip
             return
-        block, stages = HOPPER["dq"]
+        block, stages = HOPPER["dq"][width]
         lists = device_lists(plan, 128, block, q.device)
         common, constants = _arguments(plan, q, k, (128, block))
         each, shares = lists.shares(q_heads * batch)
@@ -169,9 +177,10 @@ class TritonKernel:
             kv_heads, lists.tiles, each, lse.shape[2], *dq.stride()[:3], head_dim, scale,
             HEAD_DIM=width, BLOCK_N=block, STAGES=stages, **constants, num_warps=4,
         )  # fmt: skip
-        block, stages = HOPPER["dkv"]
-        lists = device_lists(plan, block, 128, q.device, transposed=True)
-        common, constants = _arguments(plan, q, k, (block, 128))
+        block, stages = HOPPER["dkv"][width]
+        tiles = _hopper_tiles("dkv", head_dim)
+        lists = device_lists(plan, *tiles, q.device, transposed=True)
+        common, constants = _arguments(plan, q, k, tiles)
         items = lists.tiles * kv_heads * batch
         hopper_dkv.dkv_kernel[(items,)](
             tma.tile(q, block), tma.tile(dout, block), tma.tile(k, 64), tma.tile(v, 64),
@@ -220,7 +229,6 @@ class TritonKernel:
             return False
         return all(
             t.dtype in (torch.bfloat16, torch.float16)
-            and t.shape[-1] <= HOPPER_HEAD_DIM
             and t.shape[-1] % 8 == 0
             and t.data_ptr() % 16 == 0
             and all(stride % 8 == 0 for stride in t.stride()[:-1])
@@ -238,15 +246,14 @@ def prepare(plan: PartPlan, device: torch.device, dtype: torch.dtype, head_dim: 
 
     For whoever changes documents every step, such as a loader's worker: a later call finds it.
     """
-    hopper = (
-        _is_hopper(device) and head_dim <= HOPPER_HEAD_DIM and head_dim % 8 == 0
-        and dtype in (torch.bfloat16, torch.float16)
-    )  # fmt: skip
+    hopper = _is_hopper(device) and head_dim % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
     plan.kept(("predicate", device), lambda: _upload(plan, device))
     if not plan.simple:
         plan.maps(device)
     sizes = {
-        kind: _hopper_tiles(kind) if hopper else _tile_of(device, dtype, head_dim, kind)[:2]
+        kind: _hopper_tiles(kind, head_dim)
+        if hopper
+        else _tile_of(device, dtype, head_dim, kind)[:2]
         for kind in ("forward", "dq", "dkv")
     }
     for kind, tiles in sizes.items():
@@ -262,9 +269,12 @@ def _tile_of(device: torch.device, dtype: torch.dtype, head_dim: int, kernel: st
     return tables.tile(device, kernel, dtype, width)
 
 
-def _hopper_tiles(kind: str) -> tuple[int, int]:
-    block, _ = HOPPER[kind]
-    return (block, 128) if kind == "dkv" else (128, block)
+def _hopper_tiles(kind: str, head_dim: int) -> tuple[int, int]:
+    """(queries, keys) of a tile."""
+    block, _ = HOPPER[kind][tma.width(head_dim)]
+    if kind == "dkv":
+        return block, 128 if head_dim <= NARROW else 64
+    return 128, block
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import triton
 
 
 def tile(tensor: torch.Tensor, rows: int) -> Any:
@@ -50,4 +51,4 @@ def layouts() -> tuple[Any, Any, Any]:
 
 
 def width(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return max(64, triton.next_power_of_2(head_dim))
