@@ -143,14 +143,17 @@ def preference(request: Request) -> tuple[str, ...]:
         return ("sdpa", "fa4", "triton", "cudnn", "flex", "torch")
     if request.deterministic or request.batch * request.q_rows < FEW_TOKENS:
         return ("fa4", "triton", "cudnn", "sdpa", "flex", "torch")
-    if request.head_dim > 128 and _is_hopper(request.device):
+    if request.head_dim > 128 and is_hopper(request.device):
         return ("triton", "fa4", "cudnn", "sdpa", "flex", "torch")
     return ("fa4", "cudnn", "triton", "sdpa", "flex", "torch")
 
 
 @lru_cache(maxsize=8)
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+def is_hopper(device: torch.device) -> bool:
+    """Whether the Gluon kernels' GPU is there: an H100 or H200."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -132,12 +133,15 @@ def test_auto_on_a_gpu_takes_the_fastest_that_serves() -> None:
 
 
 @pytest.fixture
-def with_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper GPU with flash-attn-4 and cudnn-frontend, as far as refusals ask."""
     for name, kind in (("fa4", FlashAttention4), ("cudnn", CudnnIntervals)):
         monkeypatch.setitem(backend._loaded, name, object.__new__(kind))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    backend.is_hopper.cache_clear()
+    yield
+    backend.is_hopper.cache_clear()
 
 
 BLOCKS = 32_768 // 128
@@ -162,6 +166,8 @@ EVERY_EIGHTH = BlockList(
         ({"pattern": SinkWindow(8192, 512), "dtype": torch.float32}, "triton"),
         ({"pattern": SinkWindow(8192, 512), "q_rows": 4096, "k_rows": 4096}, "triton"),
         ({"pattern": Dense(), "return_lse": True}, "cudnn"),
+        ({"pattern": Dense(), "head_dim": 256}, "triton"),
+        ({"pattern": SinkWindow(8192, 512), "head_dim": 256}, "triton"),
         ({"pattern": Dense(), "q_rows": 512, "k_rows": 512, "batch": 16}, "sdpa"),
         ({"pattern": Dense(), "q_rows": 1024, "k_rows": 1024, "batch": 16}, "fa4"),
     ],

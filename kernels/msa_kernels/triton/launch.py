@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import triton
 
+from msa_kernels.backend import is_hopper
 from msa_kernels.capabilities import few_rules
 from msa_kernels.pattern import PatternError
 from msa_kernels.plan import GradDtypes, PartPlan, Request
@@ -225,7 +226,7 @@ class TritonKernel:
         return _tile_of(q.device, q.dtype, q.shape[-1], kernel)
 
     def _uses_hopper(self, *tensors: torch.Tensor) -> bool:
-        if self._hopper is False or INTERPRETED or not _is_hopper(tensors[0].device):
+        if self._hopper is False or INTERPRETED or not is_hopper(tensors[0].device):
             return False
         return all(
             t.dtype in (torch.bfloat16, torch.float16)
@@ -246,7 +247,7 @@ def prepare(plan: PartPlan, device: torch.device, dtype: torch.dtype, head_dim: 
 
     For whoever changes documents every step, such as a loader's worker: a later call finds it.
     """
-    hopper = _is_hopper(device) and head_dim % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
+    hopper = is_hopper(device) and head_dim % 8 == 0 and dtype in (torch.bfloat16, torch.float16)
     plan.kept(("predicate", device), lambda: _upload(plan, device))
     if not plan.simple:
         plan.maps(device)
@@ -280,20 +281,13 @@ def _hopper_tiles(kind: str, head_dim: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=1)
 def _fused_lacks() -> str | None:
     """Why this Triton cannot run the backward of one pass, if there is a Hopper GPU for it."""
-    if not torch.cuda.is_available() or not _is_hopper(torch.device("cuda")):
+    if not torch.cuda.is_available() or not is_hopper(torch.device("cuda")):
         return None
     try:
         importlib.import_module("msa_kernels.triton.hopper_fused")
     except (ImportError, AttributeError) as error:
         return f"Triton {triton.__version__} lacks what it is made of ({error}); use 'triton'"
     return None
-
-
-@functools.lru_cache(maxsize=8)
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _arguments(

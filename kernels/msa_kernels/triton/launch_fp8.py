@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from msa_kernels.backend import is_hopper
 from msa_kernels.plan import PartPlan, Request
 from msa_kernels.triton import fp8_forward, launch, tma
 from msa_kernels.triton.fp8 import TILE, quantised
@@ -65,9 +66,7 @@ class Fp8Kernel(TritonKernel):
         kv_heads = k.shape[2]
         out = torch.empty((batch, q_rows, q_heads, head_dim), dtype=out_dtype, device=q.device)
         lse = torch.empty((batch, q_heads, q_rows), dtype=torch.float32, device=q.device)
-        hopper = (
-            self._hopper is not False and not launch.INTERPRETED and launch._is_hopper(q.device)
-        )
+        hopper = self._hopper is not False and not launch.INTERPRETED and is_hopper(q.device)
         width = tma.width(head_dim)
         plain = SMALLEST if launch.INTERPRETED else PLAIN
         tiles = (TILE, TILE) if hopper else plain[:2]
