@@ -87,6 +87,10 @@ def spawn(
     return Process(name, child.pid, started, log)
 
 
+PATIENCE = 3
+"""Deadlines are those of a machine with warm caches; one that was slower took 2.5 times as long."""
+
+
 def wait_for(
     condition: Callable[[], object],
     what: str,
@@ -100,6 +104,7 @@ def wait_for(
     TimeoutError after the deadline, and RuntimeError as soon as a process it needs has ended;
     both name what was awaited, and end with the last lines of the log, or of that process's own.
     """
+    timeout_s *= PATIENCE
     deadline = time.monotonic() + timeout_s
     while not condition():
         gone = next((process for process in needs if not process.alive()), None)

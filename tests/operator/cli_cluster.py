@@ -18,7 +18,7 @@ from msa_operator.cli.cluster import Connection, connect
 from msa_operator.runtime.kube import JOBS, KubeError
 
 CRDS = Path(__file__).parents[2] / "manifests" / "crds"
-DEADLINE = 120.0
+DEADLINE = 360.0
 
 
 def install(server: ApiServer) -> None:

@@ -39,7 +39,7 @@ def real(*arguments: object, env: dict[str, str] | None = None) -> subprocess.Co
     """The command as a user starts it."""
     return subprocess.run(
         [sys.executable, "-m", "msa_operator", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=360, check=False,
         env={**os.environ, **(env or {})},
     )  # fmt: skip
 

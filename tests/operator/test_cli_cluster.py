@@ -431,7 +431,7 @@ def test_help_and_plan_load_no_client(tmp_path: Path) -> None:
     )
     for words in (["--help"], ["status", "--help"], ["plan", str(write(tmp_path))]):
         done = subprocess.run(
-            [sys.executable, "-c", probe, *words], capture_output=True, text=True, timeout=120,
+            [sys.executable, "-c", probe, *words], capture_output=True, text=True, timeout=360,
             check=True,
         )  # fmt: skip
         assert done.stdout.splitlines()[-1] == "loaded []", words
@@ -442,9 +442,9 @@ def test_kubectl_finds_the_plugin(bench: Bench) -> None:
     where = ["--kubeconfig", str(bench.server.kubeconfig), "--namespace", bench.namespace]
     done = subprocess.run(
         [sys.executable, "-c", "from msa_operator.cli import plugin; plugin()", "status", *where],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=360, check=False,
     )  # fmt: skip
     assert (done.returncode, "no jobs in namespace" in done.stdout) == (0, True), done.stderr
     if script.exists():
-        done = subprocess.run([str(script), "--help"], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([str(script), "--help"], capture_output=True, text=True, timeout=360)
         assert done.stdout.startswith("Usage: kubectl msa ")

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from forked_ranks import errors, forked, results
 from ray_head import ray_head  # noqa: F401
 
-DEADLINE = 400.0
+DEADLINE = 1200.0
 """Seconds after which a polled condition has failed; generous, for a loaded machine."""
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ARGUMENTS, CODES, FIRST, START_UP = "arguments", "codes", "first", "start-up.err"
-DEADLINE = 500.0
+DEADLINE = 1500.0
 """Seconds after which ranks hang; generous for a machine on which much else runs."""
 
 

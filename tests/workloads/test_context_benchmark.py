@@ -29,7 +29,7 @@ def test_a_small_run_on_two_processes(tmp_path: Path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

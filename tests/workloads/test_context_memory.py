@@ -53,7 +53,7 @@ from forked_ranks import on_forks
 ROWS, SIZE = 256, 32
 """Of a rank, and of a head."""
 QUERIES, KEYS = 8, 2
-DEADLINE = 60.0
+DEADLINE = 180.0
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ if __name__ == "__main__":
         sys.exit(2)
 """
 
-DEADLINE = 400.0
+DEADLINE = 1200.0
 """Seconds that a submitted job may take on a loaded machine."""
 
 Poll = Callable[[Callable[[], Any], str], Any]

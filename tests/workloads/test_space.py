@@ -57,7 +57,7 @@ def test_a_full_disk_is_known_however_pytorch_puts_it(tmp_path: Path):
     disk.mkdir()
     done = subprocess.run(
         [*NAMESPACE, "2m", str(disk), sys.executable, str(tmp_path / "try.py"), str(disk)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=360, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
         "RuntimeError: saving: rank 0: RuntimeError: unexpected pos 704 vs 598",

@@ -154,7 +154,7 @@ def test_the_doors_without_ray(make_spec: Callable[..., RunSpec], tmp_path: Path
         file.write_text(spec.to_json())
         command = [sys.executable, "-m", *launcher, "msa_workloads.train", "--spec", str(file)]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=240,
+            command, capture_output=True, text=True, timeout=720,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "training"
 def run(script: str, out: Path, options: str) -> tuple[int, list[dict[str, Any]]]:
     done = subprocess.run(
         [sys.executable, str(FOLDER / script), "--tiny", "--out", str(out), *options.split()],
-        capture_output=True, text=True, timeout=500, check=False,
+        capture_output=True, text=True, timeout=1500, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert out.exists(), done.stdout + done.stderr
