@@ -88,7 +88,7 @@ def spawn(
 
 
 PATIENCE = 3
-"""Deadlines are those of a machine with warm caches; one that was slower took 2.5 times as long."""
+"""Deadlines are those of warm caches; a machine that was slower took 2.5 times as long."""
 
 
 def wait_for(
