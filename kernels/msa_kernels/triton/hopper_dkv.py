@@ -125,16 +125,22 @@ def _seeing(
 
 
 @gluon.jit
-def _half_consume(
-    smem, bars, walk, mask, outputs, HALF: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
-    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
+def _consume(
+    smem, bars, walk, mask, outputs, NUMBER: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+    FLAGS: gl.constexpr, RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr,
+    SIMPLE: gl.constexpr,
 ):  # fmt: skip
-    """Scores are held transposed: keys down, queries across."""
+    """dK and dV of the ``NUMBER``-th half of a tile's keys; of a tile that is one half, its dV (0)
+    or its dK (1), for which probabilities are made twice. Scores are held transposed: keys down,
+    queries across."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    HALF: gl.constexpr = NUMBER % HALVES
+    OF_KEYS: gl.constexpr = HALVES == 2 or NUMBER == 1
+    OF_VALUES: gl.constexpr = HALVES == 2 or NUMBER == 0
 
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
     k_full, q_full, q_free, do_full, do_free = bars
@@ -149,83 +155,11 @@ def _half_consume(
 
     count = 0
     batch, kv_head, k_tile, begin, middle, end = key_item(walk)
-    first_row = k_tile * 128 + 64 * HALF
+    first_row = 64 * (k_tile * HALVES + HALF)
     dk_acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     dv_acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
     if begin < end:
         mbarrier.wait(k_full.index(HALF), 0)
-        for masked in gl.static_range(2):
-            if masked == 0:
-                first = 0
-                last = (middle - begin) * GROUP
-            else:
-                first = (middle - begin) * GROUP
-                last = (end - begin) * GROUP
-            for n in range(first, last):
-                stage = count % STAGES
-                phase = (count // STAGES) & 1
-                mbarrier.wait(q_full.index(stage), phase)
-                q = flat(q_smem.index(stage), BLOCK_M, HEAD_DIM)
-                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                lse_row = row_stat(lse_smem.index(stage), BLOCK_M, COLUMN)
-                mbarrier.wait(do_full.index(stage), phase)
-                do = flat(do_smem.index(stage), BLOCK_M, HEAD_DIM)
-                dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s])
-                p = gl.exp2(s * qk_scale - lse_row[None, :])
-                if masked == 0:
-                    entry, _ = key_step(n, begin, middle, end, GROUP, False)
-                    ok = _seeing(
-                        first_row, gl.load(index + entry) * BLOCK_M, mask, BLOCK_M, FLAGS, RULES,
-                        MINUS, LOOKUP, SIMPLE, S_LAYOUT,
-                    )  # fmt: skip
-                    p = gl.where(ok, p, 0.0)
-                p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
-                dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=[dp])
-                delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
-                ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
-                dk_acc = warpgroup_mma(ds, q, dk_acc, is_async=True)
-                dv_acc, p_low = warpgroup_mma_wait(1, deps=[dv_acc, p_low])
-                mbarrier.arrive(do_free.index(stage), count=1)
-                dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_acc, ds])
-                mbarrier.arrive(q_free.index(stage), count=1)
-                count += 1
-    o_rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
-    store_tile(dk, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
-               dk_acc * scale, O_LAYOUT, HEAD_DIM)  # fmt: skip
-    store_tile(dv, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
-               dv_acc, O_LAYOUT, HEAD_DIM)  # fmt: skip
-
-
-@gluon.jit
-def _wide_consume(
-    smem, bars, walk, mask, outputs, OF_KEYS: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
-    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-):  # fmt: skip
-    """dK of the program's 64 keys with ``OF_KEYS``, else dV: the probabilities are made twice."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = smem
-    k_full, q_full, q_free, do_full, do_free = bars
-    pointers, middles, index, order, tiles, kv_heads = walk
-    q_rows, k_rows, q_start, k_start = mask[8:]
-    dk, dv, stride_b, stride_s, stride_h, head_dim, scale = outputs
-    dtype: gl.constexpr = q_smem.dtype
-    qk_scale = scale * LOG2E
-    zero = gl.full([64, BLOCK_M], 0.0, gl.float32, S_LAYOUT)
-    k = flat(k_smem.index(0), 64, HEAD_DIM)
-    v = flat(v_smem.index(0), 64, HEAD_DIM)
-
-    count = 0
-    batch, kv_head, k_tile, begin, middle, end = key_item(walk)
-    acc = gl.full([64, HEAD_DIM], 0.0, gl.float32, O_LAYOUT)
-    if begin < end:
-        mbarrier.wait(k_full.index(0), 0)
         for masked in gl.static_range(2):
             if masked == 0:
                 first = 0
@@ -252,45 +186,34 @@ def _wide_consume(
                 if masked == 0:
                     entry, _ = key_step(n, begin, middle, end, GROUP, False)
                     ok = _seeing(
-                        k_tile * 64, gl.load(index + entry) * BLOCK_M, mask, BLOCK_M, FLAGS, RULES,
+                        first_row, gl.load(index + entry) * BLOCK_M, mask, BLOCK_M, FLAGS, RULES,
                         MINUS, LOOKUP, SIMPLE, S_LAYOUT,
                     )  # fmt: skip
                     p = gl.where(ok, p, 0.0)
-                if OF_KEYS:
-                    delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
-                    dp = warpgroup_mma_wait(0, deps=[dp])
-                    mbarrier.arrive(do_free.index(stage), count=1)
-                    ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
-                    acc = warpgroup_mma(ds, q, acc, is_async=True)
-                    acc, ds = warpgroup_mma_wait(0, deps=[acc, ds])
-                    mbarrier.arrive(q_free.index(stage), count=1)
-                else:
+                if OF_VALUES:
                     p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
-                    acc = warpgroup_mma(p_low, do, acc, is_async=True)
-                    acc, p_low = warpgroup_mma_wait(0, deps=[acc, p_low])
+                    dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
+                if OF_KEYS:
+                    dp = warpgroup_mma_wait(1 if OF_VALUES else 0, deps=[dp])
+                    delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
+                    if not OF_VALUES:
+                        mbarrier.arrive(do_free.index(stage), count=1)
+                    ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
+                    dk_acc = warpgroup_mma(ds, q, dk_acc, is_async=True)
+                if OF_VALUES:
+                    dv_acc, p_low = warpgroup_mma_wait(1 if OF_KEYS else 0, deps=[dv_acc, p_low])
                     mbarrier.arrive(do_free.index(stage), count=1)
+                if OF_KEYS:
+                    dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_acc, ds])
+                    mbarrier.arrive(q_free.index(stage), count=1)
                 count += 1
-    o_rows = k_tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
+    o_rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
     if OF_KEYS:
         store_tile(dk, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
-                   acc * scale, O_LAYOUT, HEAD_DIM)  # fmt: skip
-    else:
+                   dk_acc * scale, O_LAYOUT, HEAD_DIM)  # fmt: skip
+    if OF_VALUES:
         store_tile(dv, o_rows, k_rows, batch, kv_head, stride_b, stride_s, stride_h, head_dim,
-                   acc, O_LAYOUT, HEAD_DIM)  # fmt: skip
-
-
-@gluon.jit
-def _consume(
-    smem, bars, walk, mask, outputs, NUMBER: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, FLAGS: gl.constexpr,
-    RULES: gl.constexpr, MINUS: gl.constexpr, LOOKUP: gl.constexpr, SIMPLE: gl.constexpr,
-):  # fmt: skip
-    if HEAD_DIM <= 128:
-        _half_consume(smem, bars, walk, mask, outputs, NUMBER, GROUP, HEAD_DIM, BLOCK_M, STAGES,
-                      FLAGS, RULES, MINUS, LOOKUP, SIMPLE)  # fmt: skip
-    else:
-        _wide_consume(smem, bars, walk, mask, outputs, NUMBER, GROUP, HEAD_DIM, BLOCK_M, STAGES,
-                      FLAGS, RULES, MINUS, LOOKUP, SIMPLE)  # fmt: skip
+                   dv_acc, O_LAYOUT, HEAD_DIM)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["q_rows", "k_rows", "q_start", "k_start", "tiles"])
@@ -331,12 +254,12 @@ def dkv_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE,
+                smem, bars, walk, mask, outputs, 0, GROUP, HEAD_DIM, BLOCK_M, STAGES, HALVES,
+                FLAGS, RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (_consume, (
-                smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, FLAGS,
-                RULES, MINUS, LOOKUP, SIMPLE,
+                smem, bars, walk, mask, outputs, 1, GROUP, HEAD_DIM, BLOCK_M, STAGES, HALVES,
+                FLAGS, RULES, MINUS, LOOKUP, SIMPLE,
             )),
             (dkv_produce, (
                 (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc), smem, bars, walk, GROUP,

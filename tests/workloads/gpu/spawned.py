@@ -10,11 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked_ranks import free_port, results
+
+
+def needs(ranks: int) -> None:
+    """Skip the test, visibly, where there are fewer GPUs."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
 
 
 def on_gpus(function: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 import test_accumulation
 from mesh_cases import Case, errors_of
-from spawned import on_gpus
+from spawned import needs, on_gpus
 from test_mesh_invariance import CORNERS
 
 pytestmark = pytest.mark.gpu
@@ -43,11 +42,6 @@ PAIRS = [
     Case((1, 1, 1, 2), pattern="per head", length=91),
     Case((1, 1, 1, 2), pattern="columns", model="qwen3", loss_chunk=13),
 ]
-
-
-def needs(ranks: int) -> None:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msa_workloads.runspec import (
     AttentionSpec,
     CheckpointSpec,
@@ -21,6 +20,9 @@ from msa_workloads.runspec import (
     SequenceSpec,
     TrainingSpec,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+from spawned import needs
 
 pytestmark = pytest.mark.gpu
 
@@ -92,8 +94,7 @@ def runs(folder: Path, spec: RunSpec) -> tuple[dict[str, Any], ...]:
 
 
 def test_a_run_on_two_gpus_is_that_of_one_and_goes_on(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    needs(2)
     one, two, more = runs(tmp_path, make_spec(tmp_path))
     check(one, two, more)
     assert {row["device"] for row in one["attention"]} == {"cuda:0"}
