@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from forked_ranks import on_forks
 from mesh_cases import SAMPLES, VOCABULARY, Case, alone, step, worst_error
 
-TOLERANCE = 1e-5
-"""Of the largest value of the single process, in fp32."""
+TOLERANCE = 5e-5
+"""Of the largest value of the single process, in fp32. Gradients of biases and norms of queries
+and keys are what is left of sums that cancel, a thirtieth of other gradients: their roundings
+come to 6e-6 over draws of weights and to 1e-5 over CPUs. Heads in a wrong place: 0.8 and more."""
 
 LONG_AND_SHORT = {"type": "PerHead", "members": [
     {"type": "Dense"}, *({"type": "Window", "window": w} for w in (60, 40, 24, 17, 10, 5, 2)),

