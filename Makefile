@@ -108,7 +108,9 @@ $(BIN)/uv:
 	    --require-hashes --only-binary :all: --requirement $(VENV)/uv.lock
 
 $(VENV)/.synced: $(LOCK) | $(BIN)/uv
-	$(BIN)/uv pip sync --require-hashes $(LOCK)
+	@# Compiled here: where PYTHONDONTWRITEBYTECODE is set, and in pods that mount this folder for
+	@# reading, every process would compile all of PyTorch and Ray that it imports, for itself.
+	$(BIN)/uv pip sync --compile-bytecode --require-hashes $(LOCK)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.synced pyproject.toml
