@@ -75,7 +75,7 @@ def again(by_key: dict[tuple, list[dict]]) -> str:
             apart = max(r["total_ms"] for r in sound) / min(r["total_ms"] for r in sound) - 1
             where = f"{sound[0]['batch']} x {sound[0]['sequence']}"
             lines.append(
-                f"| {sound[0]['pattern']} | {where} | {sound[0]['implementation']} | {times} | "
+                f"| {named(sound[0])} | {where} | {sound[0]['implementation']} | {times} | "
                 f"{numbers} | {100 * apart:.1f} % |"
             )
     if not lines:
@@ -87,6 +87,11 @@ def again(by_key: dict[tuple, list[dict]]) -> str:
     return "\n\nRows that several runs measured, each on another machine:\n\n" + (
         head + "\n".join(sorted(lines))
     )
+
+
+def named(row: dict) -> str:
+    where = "" if shape(row) == ("128", "bfloat16") else f", {' '.join(shape(row))}"
+    return row["pattern"] + where
 
 
 def shape(row: dict) -> tuple[str, str]:
@@ -116,7 +121,6 @@ def table(rows: list[dict]) -> str:
     )  # fmt: skip
     for row in order:
         name = row["implementation"]
-        where = "" if shape(row) == ("128", "bfloat16") else f", {' '.join(shape(row))}"
         if row.get("ran") and row["ran"] != [name]:
             name += f" ({', '.join(row['ran'])})"
         shown = f"**{name}**" if row["implementation"] in OURS else name
@@ -125,7 +129,7 @@ def table(rows: list[dict]) -> str:
             for kind in ("forward", "backward", "total")
         ]
         lines.append(
-            f"| {row['pattern']}{where} | {row['batch']} x {row['sequence']} | {shown} | "
+            f"| {named(row)} | {row['batch']} x {row['sequence']} | {shown} | "
             f"{' | '.join(cells)} | {row['peak_bytes'] / 2**30:.2f} |"
         )
     return "\n".join(lines)

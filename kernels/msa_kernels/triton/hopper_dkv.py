@@ -194,9 +194,12 @@ def _consume(
                     p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
                     dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
                 if OF_KEYS:
-                    dp = warpgroup_mma_wait(1 if OF_VALUES else 0, deps=[dp])
-                    delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
-                    if not OF_VALUES:
+                    if OF_VALUES:  # registers are short: delta is read when dp is there
+                        dp = warpgroup_mma_wait(1, deps=[dp])
+                        delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
+                    else:
+                        delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
+                        dp = warpgroup_mma_wait(0, deps=[dp])
                         mbarrier.arrive(do_free.index(stage), count=1)
                     ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), P_LAYOUT)
                     dk_acc = warpgroup_mma(ds, q, dk_acc, is_async=True)

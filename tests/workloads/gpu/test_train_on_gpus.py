@@ -65,8 +65,9 @@ def train(spec: RunSpec, folder: Path, ranks: int) -> dict[str, Any]:
         "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m", "msa_workloads.train",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, "--spec", str(file)], capture_output=True, text=True
-    )
+        [sys.executable, "-m", *launcher, "--spec", str(file)], capture_output=True, text=True,
+        timeout=1200,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "summary.json").read_text())
 
