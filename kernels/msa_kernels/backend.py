@@ -134,8 +134,8 @@ def preference(request: Request) -> tuple[str, ...]:
     every pattern. flash-attn-4 and cudnn-frontend reach 1.1 to 1.2 times our kernels on what they
     serve, the first on dense attention and windows, the second on sinks and block lists; on unions
     with a dilated part, which neither serves in one call, ours are the fastest, and on Hopper for
-    head sizes above 128, forward and backward together, on tensors that TMA serves. Deterministic backwards of cudnn-frontend wait for one another, ours do
-    not.
+    head sizes above 128, forward and backward together, on tensors that TMA serves. Deterministic
+    backwards of cudnn-frontend wait for one another, ours do not.
     """
     if request.device.type != "cuda":
         return ("torch",)
