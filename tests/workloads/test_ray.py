@@ -24,6 +24,7 @@ from ray_head import RayHead
 pytestmark = pytest.mark.slow
 
 DRIVER = """
+import signal
 import sys
 from pathlib import Path
 from rich.console import Console
@@ -31,6 +32,8 @@ from msa_workloads.launch import RunFailed, run_on_ray
 from msa_workloads.runspec import RunSpec
 
 if __name__ == "__main__":
+    # Ctrl-C arrives also where the tests were started in a script's background, which ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     spec = RunSpec.from_json(Path(sys.argv[1]).read_text())
     try:
         run_on_ray(spec, resume="--resume" in sys.argv, console=Console(width=160))
