@@ -194,7 +194,7 @@ def _consume(
                     p_low = gl.convert_layout(p.to(dtype), P_LAYOUT)
                     dv_acc = warpgroup_mma(p_low, do, dv_acc, is_async=True)
                 if OF_KEYS:
-                    if OF_VALUES:  # registers are short: delta is read when dp is there
+                    if OF_VALUES:  # delta is read before or after the wait as it was measured
                         dp = warpgroup_mma_wait(1, deps=[dp])
                         delta_row = row_stat(delta_smem.index(stage), BLOCK_M, COLUMN)
                     else:
